@@ -1,0 +1,1013 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.9,<2.14",
+#     "numpy>=1.26",
+#     "gymnasium[box2d,classic-control,mujoco]>=1.4",
+#     "tyro>=0.9",
+#     "tensorboard>=2.18",
+#     "tqdm>=4.66",
+# ]
+# ///
+"""Proximal Policy Optimization for vector observations (Schulman et al. 2017, arXiv 1707.06347).
+
+    python ppo_continuous.py --env-id Humanoid-v5         train, evaluate, say where everything is
+    python ppo_continuous.py --resume runs/RUN            go on after a kill, exactly
+    python ppo_continuous.py --evaluate runs/RUN --capture-video
+
+Shapes: T steps, N environments, B = T * N, O observation, A action components, R recurrent state,
+L length of a training sequence (1 without recurrence), S = B / L sequences, M sequences in a minibatch.
+Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
+Optimization"; [X1] to [X4] its auxiliary ones; [A..] the decision of that name in Andrychowicz et al. 2021.
+"""
+
+import csv
+import difflib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from torch import nn
+from torch.distributions import Categorical, Normal
+from torch.func import functional_call
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+class UsageError(ValueError):
+    """What the user gave cannot work: told in one sentence, exit status 2."""
+
+
+SCRIPT = "ppo_continuous"
+
+
+@dataclass
+class Args:
+    # Run
+    exp_name: str = "ppo_continuous"
+    """part of the run folder's name"""
+    seed: int = 1
+    """fixes weights, action noise, minibatches and environments: the same run again, bit for bit, on a CPU"""
+    torch_deterministic: bool = True
+    """only deterministic kernels (slower on a GPU, free on a CPU)"""
+    run_dir: str | None = None
+    """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
+    resume: str | None = None
+    """run folder to go on with, with its own flags; a larger --total-timesteps goes on with a finished one"""
+    evaluate: str | None = None
+    """run folder whose last checkpoint is evaluated instead of training"""
+    eval_episodes: int = 10
+    """full episodes of an evaluation, one environment each: deterministic, then as many with sampled actions"""
+    checkpoint_every: int = 0
+    """iterations between checkpoints; each one resets the environments, so that a resume is exact; 0: 20 a run"""
+
+    # Environment
+    env_id: str = "HalfCheetah-v5"
+    """any Gymnasium id, also module:Env-v0; observations that are no vector are flattened"""
+    total_timesteps: int = 1_000_000
+    """environment steps over all environments and processes; rounded down to whole rollouts"""
+    num_envs: int = 8
+    """environments per process, stepped together and never reset between rollouts [D1]"""
+    num_steps: int = 256
+    """steps per environment in a rollout; a process learns from num_envs * num_steps steps at a time [D1]"""
+    vector_env: Literal["sync", "async"] = "sync"
+    """sync: in this process; async: a process each, worth it where a step costs much more than 0.2 ms"""
+    clip_actions: bool = True
+    """the environment gets the action clipped to its bounds, learning sees it unclipped [D27]"""
+    scale_actions: bool = True
+    """-1 and 1 in the policy's units are the bounds of a bounded action; off: the environment's own units"""
+    norm_obs: bool = True
+    """observations minus running mean over running deviation, shared by all environments [D28]"""
+    clip_obs: float = 10.0
+    """bound of normalised observations; 0: none [D29]"""
+    norm_reward: bool = False
+    """rewards over the running deviation of the discounted return; norm_value does the same job better [D30]"""
+    clip_reward: float = 10.0
+    """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
+    truncation_bootstrap: bool = True
+    """a time limit cuts the episode but not the value of its last state; off: it counts as death, as in CleanRL"""
+
+    # Algorithm
+    learning_rate: float = 3e-4
+    """Adam's step size; usable from 1e-5 to 3e-3"""
+    anneal_lr: bool = True
+    """learning rate falls linearly to 0 at total_timesteps [D4]"""
+    adam_eps: float = 1e-5
+    """added to Adam's denominator; PyTorch's own default is 1e-8 [D3]"""
+    ortho_init: bool = True
+    """orthogonal weights, zero biases, gain 0.01 for the policy's head; off: PyTorch's init [D2, D32]"""
+    gamma: float = 0.99
+    """discount per step; the horizon is about 1 / (1 - gamma) steps"""
+    gae: bool = True
+    """generalised advantage estimation; off: n-step returns to the end of the rollout, lambda = 1 [D5]"""
+    gae_lambda: float = 0.95
+    """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
+    recompute_adv: bool = True
+    """advantages anew before every epoch, from the values learned so far [A "advantages recomputation"]"""
+    num_minibatches: int = 32
+    """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
+    update_epochs: int = 10
+    """passes over each batch, at most (see target_kl) [D6]"""
+    norm_adv: bool = True
+    """advantages to mean 0 and deviation 1 [D7]"""
+    norm_adv_scope: Literal["minibatch", "batch"] = "minibatch"
+    """what norm_adv takes the mean and deviation over [D7]"""
+    clip_coef: float = 0.2
+    """the probability ratio earns nothing beyond 1 - clip_coef and 1 + clip_coef [D8]"""
+    anneal_clip: bool = False
+    """clip_coef falls linearly to 0 at total_timesteps [X1]"""
+    clip_vloss: bool = False
+    """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus; 0.01 helps discrete actions, nothing needed for continuous ones [D10]"""
+    vf_coef: float = 0.5
+    """weight of the value loss, which has a factor 0.5 of its own [D10]"""
+    max_grad_norm: float = 0.5
+    """longest joint gradient of all parameters; 0: no limit [D11]"""
+    target_kl: float | None = None
+    """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
+    norm_value: bool = True
+    """the critic learns returns over their running deviation [A "value function normalization"]"""
+    share_network: bool = False
+    """policy and value share the hidden layers; off: a network each [D13, D26]"""
+    hidden: tuple[int, ...] = (64, 64)
+    """widths of the hidden layers [D26]"""
+    activation: Literal["tanh", "relu"] = "tanh"
+    """between the layers [D26]"""
+    action_dist: Literal["normal", "tanh-normal"] = "normal"
+    """continuous actions: independent Gaussians, or Gaussians squashed into the bounds by tanh [D23, D25]"""
+    log_std_init: float = -0.5
+    """initial log of the Gaussian's deviation, in the policy's units [D24]"""
+    state_dependent_std: bool = False
+    """the network gives the deviation too; off: a free parameter for each action component [D24]"""
+    mask_actions: bool = True
+    """actions that info["action_mask"] forbids get probability 0, where an environment gives it [X4]"""
+    rnn: Literal["none", "gru", "lstm"] = "none"
+    """recurrent layer between the observation and the networks"""
+    rnn_hidden: int = 64
+    """units of the recurrent layer; its state starts from zeros [D33]"""
+    rnn_reset: bool = True
+    """zero state at the start of every episode; off: memory goes on over episodes [D34]"""
+    rnn_seq_len: int = 0
+    """training replays sequences of that many steps from the state stored at their start; 0: whole rollouts,
+    1: single steps from stored states, so no gradient through time [D35, D36]"""
+
+    # Speed
+    device: str = "cpu"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; networks this small are fastest on one CPU thread"""
+    compile: bool = True
+    """one compiled graph for each act and each optimiser step; --no-compile starts at once, for short runs"""
+    torch_threads: int = 1
+    """threads of PyTorch in each process; small networks get slower with more"""
+
+    # Logging
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "ppo"
+    """its project"""
+    wandb_entity: str | None = None
+    """its team"""
+    capture_video: bool = False
+    """record the first episode of the deterministic evaluation as mp4"""
+
+    @property
+    def seq_len(self):
+        return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
+
+    def __post_init__(self):
+        for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
+                     "eval_episodes", "learning_rate", "adam_eps", "rnn_hidden", "torch_threads"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} is not positive: give a number above 0")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} is outside 0 to 1")
+        for name in ("seed", "clip_coef", "clip_obs", "clip_reward", "vf_coef", "max_grad_norm",
+                     "rnn_seq_len", "checkpoint_every"):
+            if not getattr(self, name) >= 0:
+                raise UsageError(f"{flag(name)} {getattr(self, name)} is negative: give 0 or more")
+        if self.num_steps % self.seq_len:
+            raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")
+        sequences = self.num_envs * self.num_steps // self.seq_len
+        if sequences % self.num_minibatches:
+            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the rollout's {sequences} "
+                             f"{'steps' if self.seq_len == 1 else 'sequences'}: give a divisor of {sequences}")
+        if self.norm_adv and self.norm_adv_scope == "minibatch" and sequences * self.seq_len == self.num_minibatches:
+            raise UsageError("a minibatch of one step has no deviation: give fewer --num-minibatches or --no-norm-adv")
+
+
+def flag(name):
+    return "--" + name.replace("_", "-")
+
+
+# ---------------------------------------------------------------------------------------------- environment
+
+
+class SlimInfo(gym.Wrapper):
+    """Of each info only the action mask, flat: Gymnasium's copying of the rest costs 5 to 10 % of a MuJoCo step."""
+
+    def slim(self, info):
+        mask = info.get("action_mask")
+        if mask is None:
+            return {}
+        return {"action_mask": np.concatenate([np.ravel(m) for m in mask]) if isinstance(mask, tuple) else mask}
+
+    def reset(self, **kwargs):
+        obs, info = self.env.reset(**kwargs)
+        return obs, self.slim(info)
+
+    def step(self, action):
+        *result, info = self.env.step(action)
+        return *result, self.slim(info)
+
+
+def make_envs(args, num_envs, video_dir=None):
+    """Vector of `num_envs` environments whose observations are flat vectors; the first is recorded to `video_dir`."""
+
+    def make_env(record):
+        if multiprocessing.parent_process() is not None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs us to save
+        env = gym.make(args.env_id, render_mode="rgb_array" if record else None, disable_env_checker=True)
+        if record:
+            env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda e: e == 0, disable_logger=True)
+        space = env.observation_space
+        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
+            env = gym.wrappers.FlattenObservation(env)
+        return SlimInfo(env)
+
+    vector = SyncVectorEnv if args.vector_env == "sync" else AsyncVectorEnv
+    thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
+    try:
+        gym.spec(args.env_id)
+        envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    except (gym.error.Error, ImportError, NotImplementedError) as error:
+        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.5)
+        mend = f"; close names: {', '.join(close)}" if close and args.env_id not in gym.registry else ""
+        raise UsageError(f"cannot make --env-id {args.env_id}: {str(error).splitlines()[0]}{mend}") from error
+    if len(envs.single_observation_space.shape or ()) != 1:
+        raise UsageError(f"--env-id {args.env_id}: observations {envs.single_observation_space} cannot be flattened")
+    return envs
+
+
+def categories(space):
+    """Number of choices of each action component, None for continuous actions. Discrete is MultiDiscrete with one
+    component, MultiBinary has two choices per bit: one head serves all three [D37]."""
+    if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        return None
+    if isinstance(space, gym.spaces.Discrete):
+        return [int(space.n)]
+    if isinstance(space, gym.spaces.MultiDiscrete):
+        return space.nvec.flatten().tolist()
+    if isinstance(space, gym.spaces.MultiBinary):
+        return [2] * int(np.prod(space.shape))
+    raise UsageError(f"actions {space} are not supported: Box of floats, Discrete, MultiDiscrete or MultiBinary are")
+
+
+def action_map(space, args):
+    """Function from the policy's actions, a tensor (N, A), to what the environments take."""
+    if categories(space):
+        start = np.asarray(getattr(space, "start", 0))
+        return lambda action: action.cpu().numpy().astype(space.dtype).reshape(-1, *space.shape) + start
+    low, high = space.low.flatten(), space.high.flatten()
+    bounded = np.isfinite(low) & np.isfinite(high)
+    squash = args.action_dist == "tanh-normal"
+    if squash and not bounded.all():
+        raise UsageError(f"--action-dist tanh-normal needs bounded actions, these are {space}: use normal")
+    scaled = bounded & (squash or args.scale_actions)
+    center, scale = np.where(scaled, (low + high) / 2, 0), np.where(scaled, (high - low) / 2, 1)
+
+    def to_env(action):
+        action = center + scale * (action.tanh() if squash else action).cpu().numpy()
+        if args.clip_actions:  # [D27]
+            action = np.clip(action, low, high)
+        return action.astype(space.dtype).reshape(-1, *space.shape)
+
+    return to_env
+
+
+# ------------------------------------------------------------------------------------------------- networks
+
+
+def sum_over_ranks(x):
+    """Sum of a tensor over all processes [X2]."""
+    if dist.is_initialized():
+        dist.all_reduce(x)
+    return x
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of everything seen, by all environments and processes, in float64 [D28].
+
+    In float32 they freeze after some 10^7 samples."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def _apply(self, fn, recurse=True):
+        return self  # stays on the CPU, where observations arrive: mps has no float64
+
+    def update(self, x):
+        """Take in a batch (B, *shape), by the parallel formula of Chan et al. 1979."""
+        x = x.double().cpu()
+        n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
+        mean = sum_over_ranks(x.sum(0)) / n
+        squares = sum_over_ranks((x - mean).square().sum(0))
+        delta, total = mean - self.mean, self.count + n
+        self.var.copy_((self.var * self.count + squares + delta**2 * self.count * n / total) / total)
+        self.mean += delta * n / total
+        self.count.copy_(total)
+
+
+def layer_init(layer, gain, args):
+    """Orthogonal weights with that gain and zero biases [D2], [D32] for recurrent layers."""
+    if args.ortho_init:
+        for name, parameter in layer.named_parameters():
+            nn.init.orthogonal_(parameter, gain) if "weight" in name else nn.init.zeros_(parameter)
+    return layer
+
+
+def mlp(sizes, gain, args):
+    """Linear layers of those sizes, an activation between them, `gain` for the last (None: a hidden one) [D26]."""
+    activation = nn.Tanh if args.activation == "tanh" else nn.ReLU
+    layers = []
+    for i, (size, next_size) in enumerate(pairwise(sizes)):
+        head = gain is not None and i == len(sizes) - 2
+        layers.append(layer_init(nn.Linear(size, next_size), gain if head else 2**0.5, args))
+        layers += [] if head else [activation()]
+    return nn.Sequential(*layers)
+
+
+class Agent(nn.Module):
+    """Policy, value function and every statistic that they need.
+
+    Observations (L, S, O) are sequences side by side; `state` (S, R) is the recurrent state before the first step
+    (R = 0 without rnn); `starts` (L, S) is 1 where a step begins an episode."""
+
+    def __init__(self, obs_dim, action_space, args):
+        super().__init__()
+        self.args, self.nvec = args, categories(action_space)
+        self.obs_rms, self.reward_rms, self.value_rms = RunningMeanStd(obs_dim), RunningMeanStd(()), RunningMeanStd(())
+        self.register_buffer("value_std", torch.ones(()))
+        self.rnn, self.state_size, features = None, 0, obs_dim
+        if args.rnn != "none":
+            layer = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](obs_dim, args.rnn_hidden)
+            self.rnn, features = layer_init(layer, 1.0, args), args.rnn_hidden
+            self.state_size = args.rnn_hidden * (2 if args.rnn == "lstm" else 1)
+        num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
+        if not self.nvec and not args.state_dependent_std:
+            self.log_std = nn.Parameter(torch.full((num_outputs,), args.log_std_init))  # [D24]
+        shared = [features, *args.hidden] if args.share_network else [features]  # [D13]
+        own = [shared[-1]] if args.share_network else [features, *args.hidden]
+        self.trunk = mlp(shared, None, args)
+        self.actor = mlp([*own, num_outputs * (2 if args.state_dependent_std and not self.nvec else 1)], 0.01, args)
+        self.critic = mlp([*own, 1], 1.0, args)
+
+    def normalize(self, obs):
+        """Environments' observations (..., O), a NumPy array, to the networks' input."""
+        obs = torch.from_numpy(obs)
+        if self.args.norm_obs:
+            obs = (obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()  # [D28]
+            if self.args.clip_obs:
+                obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)  # [D29]
+        return obs.float().to(self.value_std.device)
+
+    def features(self, obs, state, starts):
+        """Output of the shared layers (L, S, F), and the recurrent state after the last step (S, R)."""
+        if self.rnn is None:
+            return self.trunk(obs), state
+        # One call for each stretch of steps in which no sequence begins an episode.
+        cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
+        outputs = []
+        for begin, end in pairwise(cuts):
+            if self.args.rnn_reset:
+                state = state * (1 - starts[begin].unsqueeze(-1))  # [D34]
+            lstm = self.args.rnn == "lstm"
+            hidden = tuple(state.unsqueeze(0).chunk(2, -1)) if lstm else state.unsqueeze(0)
+            output, hidden = self.rnn(obs[begin:end], tuple(h.contiguous() for h in hidden) if lstm else hidden)
+            state = (torch.cat(hidden, -1) if lstm else hidden).squeeze(0)
+            outputs.append(output)
+        return self.trunk(torch.cat(outputs)), state
+
+    def get_value(self, obs, state, starts):
+        """Values (L, S) in units of returns."""
+        return self.critic(self.features(obs, state, starts)[0]).squeeze(-1) * self.value_std
+
+    def forward(self, obs, state, starts, mask=None, action=None, greedy=False):
+        """Act (sampled or greedy), or evaluate `action` (L, S, A) again.
+
+        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the next state (S, R)."""
+        features, state = self.features(obs, state, starts)
+        output, value = self.actor(features), self.critic(features).squeeze(-1) * self.value_std
+        distribution = self.categorical if self.nvec else self.gaussian
+        return *distribution(output, mask, action, greedy), value, state
+
+    def categorical(self, logits, mask, action, greedy):
+        """Independent choices: log-probabilities and entropies add up [D37]."""
+        if mask is not None:
+            logits = torch.where(mask, logits, -1e8)  # [X4]
+        parts = [Categorical(logits=part, validate_args=False) for part in logits.split(self.nvec, -1)]
+        if action is None:
+            action = torch.stack([p.logits.argmax(-1) if greedy else p.sample() for p in parts], -1)
+        logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
+        return action, logprob, sum(p.entropy() for p in parts)
+
+    def gaussian(self, mean, mask, action, greedy):
+        """Independent Gaussians [D23], [D25]. A squashed action is kept as what goes into the tanh: no atanh, and
+        log-densities stay exact at the bounds."""
+        mean, log_std = mean.chunk(2, -1) if self.args.state_dependent_std else (mean, self.log_std)
+        if self.args.state_dependent_std:
+            log_std = log_std + self.args.log_std_init
+        # Clipped actions give no gradient that would hold the deviation: keep it from running away.
+        normal = Normal(mean, log_std.clamp(-5, 2).exp(), validate_args=False)
+        if action is None:
+            action = mean if greedy else normal.sample()
+        logprob, entropy = normal.log_prob(action), normal.entropy()
+        if self.args.action_dist == "tanh-normal":  # change of variables; the entropy by one sample
+            logprob = logprob - log_tanh_slope(action)
+            entropy = entropy + log_tanh_slope(normal.rsample())
+        return action, logprob.sum(-1), entropy.sum(-1)
+
+
+def log_tanh_slope(x):
+    """log of d tanh(x) / dx = log(1 - tanh(x)^2), exact also where the tanh is 1 in float32."""
+    return 2 * (np.log(2) - x - nn.functional.softplus(-2 * x))
+
+
+# ------------------------------------------------------------------------------------------------ algorithm
+
+
+def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+    """Generalised advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. All arguments (T, N).
+
+    `next_values[t]` is the value of the state that action t led to, also where the episode was cut there."""
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decays = gamma * gae_lambda * (1 - done)
+    advantages, advantage = [], torch.zeros_like(deltas[0])
+    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
+        advantage = torch.addcmul(delta, decay, advantage)
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
+
+
+def normalize_rewards(rewards, done, running, agent):
+    """Rewards (T, N) over the deviation of the discounted return [D30], clipped [D31]. `running` (N,), the return
+    so far, goes on in place."""
+    returns = []
+    for reward, end in zip(rewards, done, strict=True):
+        returns.append(running.mul_(agent.args.gamma).add_(reward).clone())
+        running *= 1 - end
+    agent.reward_rms.update(torch.cat(returns))
+    rewards = rewards / (agent.reward_rms.var + 1e-8).sqrt().float().to(rewards.device)
+    return rewards.clamp(-agent.args.clip_reward, agent.args.clip_reward) if agent.args.clip_reward else rewards
+
+
+def normalize_advantages(advantages):
+    """Mean 0, deviation 1 [D7]."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")  # [D12]
+
+
+def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
+    """Clipped surrogate, value loss and entropy bonus (Schulman et al. 2017, equation 9) [D8], [D9], [D10].
+
+    The new quantities and those of the minibatch `mb` are (L, M). Returns the loss and the first METRICS."""
+    _, clip_coef, ent_coef, vf_coef = hyper.unbind()
+    advantages = mb["advantages"]
+    if args.norm_adv and args.norm_adv_scope == "minibatch":
+        advantages = normalize_advantages(advantages)
+    logratio = newlogprob - mb["logprobs"]
+    ratio = logratio.exp()
+    clipped = torch.maximum(torch.minimum(ratio, 1 + clip_coef), 1 - clip_coef)
+    pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()  # [D8]
+    error = ((newvalue - mb["returns"]) / value_std).square()
+    if args.clip_vloss:  # [D9]
+        change = (newvalue - mb["values"]) / value_std
+        near = mb["values"] + torch.maximum(torch.minimum(change, clip_coef), -clip_coef) * value_std
+        error = torch.max(error, ((near - mb["returns"]) / value_std).square())
+    v_loss = 0.5 * error.mean()
+    entropy = entropy.mean()
+    loss = pg_loss - ent_coef * entropy + vf_coef * v_loss  # [D10]
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    # KL estimators k1 and k3 of Schulman's note: -log r, and r - 1 - log r, which is never negative.
+    metrics = (pg_loss, v_loss, entropy, -logratio.mean(), (ratio - 1 - logratio).mean(), clipfrac)
+    return loss, torch.stack([m.detach() for m in metrics])
+
+
+def flatten_parameters(agent):
+    """Optimiser state over one vector of all parameters, which the agent's own become views of.
+
+    One vector makes the gradient's norm, Adam and the all-reduce one operation each."""
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+    for parameter, view in zip(agent.parameters(), parameter_views(agent, params).values(), strict=True):
+        parameter.data = view
+    zeros = torch.zeros_like
+    return {"params": params, "exp_avg": zeros(params), "exp_avg_sq": zeros(params), "count": zeros(params[0])}
+
+
+def parameter_views(agent, params):
+    """Parameters by name, as views of one vector."""
+    sizes = [p.numel() for p in agent.parameters()]
+    named = zip(agent.named_parameters(), params.split(sizes), strict=True)
+    return {name: part.view(p.shape) for (name, p), part in named}
+
+
+def adam_step(opt, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
+    """Adam (Kingma and Ba 2015, algorithm 1) in place, as torch.optim.Adam computes it [D3]."""
+    opt["count"].add_(1)
+    opt["exp_avg"].lerp_(grad, 1 - beta1)
+    opt["exp_avg_sq"].lerp_(grad.square(), 1 - beta2)
+    mean = opt["exp_avg"] / (1 - beta1 ** opt["count"])
+    mean_square = opt["exp_avg_sq"] / (1 - beta2 ** opt["count"])
+    opt["params"].sub_(learning_rate * mean / (mean_square.sqrt() + eps))
+
+
+def train_step(agent, opt, batch, state, index, hyper, metrics, args, world_size=1):
+    """One optimiser step on the sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
+    mb = {name: x[:, index] for name, x in batch.items()}
+
+    def loss_of(params):
+        inputs = (mb["obs"], state[index], mb["starts"], mb.get("mask"), mb["actions"])
+        _, newlogprob, entropy, newvalue, _ = functional_call(agent, parameter_views(agent, params), inputs)
+        return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
+
+    grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+    if world_size > 1:
+        dist.all_reduce(grad)  # [X2]
+        grad = grad / world_size
+    norm = grad.norm()
+    if args.max_grad_norm:
+        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
+    adam_step(opt, grad, hyper[0], args.adam_eps)
+    metrics.add_(torch.cat([step_metrics, norm.view(1)]))
+
+
+# ---------------------------------------------------------------------------------------- rollout and update
+
+
+@dataclass
+class Stream:
+    """Where N environments stand, between one rollout and the next."""
+
+    obs: np.ndarray
+    state: torch.Tensor
+    starts: torch.Tensor
+    mask: torch.Tensor | None
+    episode_return: np.ndarray
+    episode_length: np.ndarray
+    discounted: torch.Tensor
+
+    @classmethod
+    def reset(cls, envs, agent, seeds):
+        device, n = agent.value_std.device, envs.num_envs
+        obs, infos = envs.reset(seed=seeds)
+        state = torch.zeros(n, agent.state_size, device=device)  # [D33]
+        return cls(obs, state, torch.ones(1, n, device=device), get_mask(infos, agent),
+                   np.zeros(n), np.zeros(n, int), torch.zeros(n, device=device))
+
+
+def get_mask(infos, agent):
+    """Which choices are allowed (1, N, sum of choices), None where the environment does not say [X4]."""
+    if "action_mask" not in infos or not agent.args.mask_actions:
+        return None
+    mask = torch.as_tensor(np.stack(infos["action_mask"]).astype(bool), device=agent.value_std.device)
+    return mask.flatten(1).unsqueeze(0)
+
+
+@torch.no_grad()
+def collect(envs, agent, act, to_env, stream, args):
+    """Play num_steps steps [D1]. Returns the rollout, tensors (T, N, ...), and finished episodes (return, length)."""
+    steps, raw_obs, cuts, cut_obs, episodes = [], [], [], [], []
+    device = stream.state.device
+    for t in range(args.num_steps):
+        obs = agent.normalize(stream.obs)
+        action, logprob, _, value, state = act(obs.unsqueeze(0), stream.state, stream.starts, stream.mask)
+        raw_obs.append(stream.obs)
+        next_obs, reward, terminated, truncated, infos = envs.step(to_env(action[0]))
+        done = terminated | truncated
+        step = {"obs": obs, "actions": action[0], "logprobs": logprob[0], "values": value[0],
+                "states": stream.state, "starts": stream.starts[0]}
+        if stream.mask is not None:
+            step["mask"] = stream.mask[0]
+        results = {"rewards": reward, "terminated": terminated if args.truncation_bootstrap else done, "done": done}
+        steps.append(step | {k: torch.as_tensor(v, dtype=torch.float32, device=device) for k, v in results.items()})
+        stream.episode_return += reward
+        stream.episode_length += 1
+        for n in np.flatnonzero(done):
+            episodes.append((float(stream.episode_return[n]), int(stream.episode_length[n])))
+            stream.episode_return[n], stream.episode_length[n] = 0, 0
+            if not terminated[n]:
+                cuts.append((t, n, state[n]))
+                cut_obs.append(infos["final_obs"][n])
+        stream.obs, stream.state, stream.mask = next_obs, state, get_mask(infos, agent)
+        stream.starts = steps[-1]["done"].unsqueeze(0)
+    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    # States in which the rollout or an episode was cut: what next_values needs beside the values.
+    rollout["cuts"] = torch.tensor([(t, n) for t, n, _ in cuts], dtype=torch.long, device=device).view(-1, 2)
+    rollout["cut_obs"] = agent.normalize(np.stack([*stream.obs, *cut_obs]))
+    rollout["cut_state"] = torch.stack([*stream.state, *(state for *_, state in cuts)])
+    rollout["cut_starts"] = torch.cat([stream.starts, stream.starts.new_zeros(1, len(cuts))], 1)
+    return rollout, np.stack(raw_obs), episodes
+
+
+def next_values(agent, rollout, values):
+    """Values (T, N) of the states that the actions led to, `values` (T, N) being those of the states before."""
+    cut_values = agent.get_value(rollout["cut_obs"].unsqueeze(0), rollout["cut_state"], rollout["cut_starts"])[0]
+    num_envs = values.shape[1]
+    result = torch.cat([values[1:], cut_values[None, :num_envs]])
+    t, n = rollout["cuts"].unbind(1)
+    result[t, n] = cut_values[num_envs:]
+    return result
+
+
+def to_sequences(x, length):
+    """(T, N, ...) to S = N * T / length sequences side by side, (length, S, ...) [D35]."""
+    return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(1, 2)
+
+
+@torch.no_grad()
+def update(agent, opt, rollout, running, hyper, step, args):
+    """Learn from one rollout. `hyper` as in `hyper_parameters`. Returns METRICS, means over all minibatches."""
+    device, world_size = agent.value_std.device, dist.get_world_size() if dist.is_initialized() else 1
+    rewards, values, length = rollout["rewards"], rollout["values"], args.seq_len
+    if args.norm_reward:
+        rewards = normalize_rewards(rewards, rollout["done"], running, agent)
+    gae_lambda = args.gae_lambda if args.gae else 1.0
+    numbers = torch.tensor([hyper[k] for k in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")], device=device)
+    metrics, steps = torch.zeros(len(METRICS), device=device), 0
+    state = rollout["states"][::length].flatten(0, 1)
+    for epoch in range(hyper["update_epochs"]):
+        if epoch and args.recompute_adv:
+            values = agent.get_value(rollout["obs"], rollout["states"][0], rollout["starts"])
+        if not epoch or args.recompute_adv:
+            advantages = compute_gae(rewards, values, next_values(agent, rollout, values),
+                                     rollout["terminated"], rollout["done"], args.gamma, gae_lambda)
+            returns = advantages + values  # TD(lambda) [D5]
+            if args.norm_value and not epoch:
+                agent.value_rms.update(returns.flatten())
+                agent.value_std.copy_((agent.value_rms.var + 1e-8).sqrt())
+            if args.norm_adv and args.norm_adv_scope == "batch":
+                advantages = normalize_advantages(advantages)
+            arrays = {k: rollout[k] for k in ("obs", "actions", "logprobs", "values", "starts", "mask") if k in rollout}
+            arrays |= {"advantages": advantages, "returns": returns}
+            batch = {name: to_sequences(x, length) for name, x in arrays.items()}
+        before = metrics.clone()
+        for index in torch.randperm(len(state), device=device).chunk(args.num_minibatches):  # [D6]
+            step(agent, opt, batch, state, index, numbers, metrics, args, world_size)
+            steps += 1
+        if hyper["target_kl"] is not None:  # [X3], the same on every rank, or they would wait for each other for ever
+            kl = sum_over_ranks((metrics - before)[METRICS.index("approx_kl")]) / args.num_minibatches / world_size
+            if kl > hyper["target_kl"]:
+                break
+    result = dict(zip(METRICS, (sum_over_ranks(metrics) / steps / world_size).tolist(), strict=True))
+    result["explained_variance"] = 1 - ((returns - rollout["values"]).var() / (returns.var() + 1e-8)).item()
+    result["epochs"] = steps // args.num_minibatches
+    return result
+
+
+# ------------------------------------------------------------------------------------ evaluation, checkpoint
+
+
+def derive_seeds(*key, n):
+    """`n` independent seeds from numbers such as (seed, rank, iteration), so that no two streams ever share one."""
+    return [int(seed) for seed in np.random.SeedSequence(key).generate_state(n)]
+
+
+EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
+
+
+@torch.no_grad()
+def evaluate(agent, args, greedy, video_dir=None):
+    """Raw returns of one full episode in each of eval_episodes environments, statistics frozen."""
+    num_envs = args.eval_episodes
+    envs = make_envs(args, num_envs, video_dir)
+    to_env = action_map(envs.single_action_space, args)
+    seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
+    torch.manual_seed(seeds.pop())
+    stream = Stream.reset(envs, agent, seeds)
+    running = np.ones(num_envs, bool)
+    while running.any():
+        obs = agent.normalize(stream.obs).unsqueeze(0)
+        action, *_, stream.state = agent(obs, stream.state, stream.starts, stream.mask, greedy=greedy)
+        stream.obs, reward, terminated, truncated, infos = envs.step(to_env(action[0]))
+        stream.mask = get_mask(infos, agent)
+        stream.starts = torch.zeros_like(stream.starts)
+        stream.episode_return += reward * running
+        running &= ~(terminated | truncated)
+    envs.close()
+    return stream.episode_return
+
+
+def report_evaluation(agent, args, run_dir):
+    """Evaluate deterministically and with sampled actions, print both; the numbers of summary.json."""
+    if args.capture_video:
+        try:
+            import moviepy  # noqa: F401
+        except ImportError as error:
+            raise UsageError("--capture-video needs moviepy: pip install moviepy") from error
+        os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" and "DISPLAY" not in os.environ else "")
+    summary = {"eval_episodes": args.eval_episodes}
+    for greedy, name in ((True, "eval"), (False, "eval_sampled")):
+        video_dir = str(run_dir / "videos") if args.capture_video and greedy else None
+        returns = evaluate(agent, args, greedy, video_dir)
+        summary |= {f"{name}_mean": float(returns.mean()), f"{name}_std": float(returns.std())}
+        print(f"{'deterministic' if greedy else 'sampled'} actions, {len(returns)} episodes: return {returns.mean():.1f} "
+              f"+- {returns.std():.1f}, from {returns.min():.1f} to {returns.max():.1f}")
+    return summary
+
+
+def save_checkpoint(run_dir, **content):
+    """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
+    temporary = run_dir / "checkpoint.pt.tmp"
+    with open(temporary, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir):
+    """Content of a run's checkpoint.pt: plain tensors and numbers only."""
+    path = Path(run_dir) / "checkpoint.pt"
+    if not path.is_file():
+        raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script = checkpoint["script"]
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or no checkpoint of this family ({type(error).__name__})") from error
+    if script != SCRIPT:
+        raise UsageError(f"{path} was written by {script}.py: use that script")
+    return checkpoint
+
+
+def restore(agent, opt, checkpoint, args):
+    """Put a checkpoint's numbers into the agent and, for training, its optimiser."""
+    if args.env_id != checkpoint["args"]["env_id"]:
+        raise UsageError(f"the checkpoint is of {checkpoint['args']['env_id']}, not of --env-id {args.env_id}")
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        raise UsageError(f"the checkpoint's networks have another shape: {str(error).splitlines()[-1].strip()}") from error
+    for name, value in (opt or {}).items():
+        value.copy_(checkpoint["opt"][name])
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+class RunLog:
+    """metrics.csv, TensorBoard, Weights & Biases and the progress line of one run; goes on after `global_step`."""
+
+    CHARTS = ("episodic_return", "episodic_length", "learning_rate", "SPS")
+    COLUMNS = ("global_step", "seconds", *CHARTS, *METRICS, "explained_variance", "epochs")
+
+    def __init__(self, run_dir, args, global_step):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+        about = {m.__name__: m.__version__ for m in (torch, np, gym)} | {"git_commit": git.stdout.strip() or None}
+        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        if args.track:
+            import wandb
+
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
+                       dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
+        path = run_dir / "metrics.csv"
+        lines = path.read_text().splitlines()[1:] if path.exists() else []
+        kept = [line for line in lines if line.count(",") == len(self.COLUMNS) - 1
+                and int(line.split(",")[0]) <= global_step]
+        self.file = open(path, "w", buffering=1)
+        self.file.write("\n".join([",".join(self.COLUMNS), *kept]) + "\n")
+        self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=not sys.stderr.isatty())
+
+    def log(self, row, milestone):
+        """Write one iteration's numbers; without a terminal, only milestones are printed."""
+        step = row["global_step"]
+        self.file.write(",".join(f"{row[name]:.7g}" if isinstance(row[name], float) else str(row[name])
+                                 for name in self.COLUMNS) + "\n")
+        for name in self.COLUMNS[2:]:
+            self.writer.add_scalar(f"{'charts' if name in self.CHARTS else 'losses'}/{name}", row[name], step)
+        self.bar.update(step - self.bar.n)
+        self.bar.set_postfix_str(f"return {row['episodic_return']:.1f}")
+        if self.bar.disable and milestone:
+            print(f"{step} steps, {100 * step / self.bar.total:.0f} %, {row['SPS']:.0f} steps/s, "
+                  f"return {row['episodic_return']:.1f}", flush=True)
+
+    def finish(self, run_dir, summary):
+        """Close everything; the median of the SPS column goes into summary.json."""
+        self.bar.close()
+        self.file.close()
+        with open(run_dir / "metrics.csv", newline="") as file:
+            summary["sps"] = float(np.nanmedian([float(row["SPS"]) for row in csv.DictReader(file)]))
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
+        self.writer.close()
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl")
+
+
+def read_live(path, seen, values, global_step):
+    """Take changes of the LIVE numbers from live.json into `values`; `seen` is its last modification time."""
+    modified = path.stat().st_mtime_ns if path.exists() else None
+    if modified in (seen, None):
+        return seen
+    try:
+        changes = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        tqdm.write(f"live.json ignored: {error}")
+        return modified
+    for name, value in changes.items():
+        number = type(value) in (int, float) and np.isfinite(value) and value >= 0
+        if name == "update_epochs":
+            number = type(value) is int and value > 0
+        if name not in LIVE or not (number or name == "target_kl" and value is None):
+            tqdm.write(f"live.json: {name} = {value} ignored; numbers that can change: {', '.join(LIVE)}")
+        elif values[name] != value:
+            tqdm.write(f"step {global_step}: {name} {values[name]} -> {value}")
+            values[name] = value
+    return modified
+
+
+def pick_device(args):
+    name = args.device
+    if name == "auto":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+
+
+def check_finite(iteration, **quantities):
+    for name, value in quantities.items():
+        if not np.isfinite(np.asarray(value)).all():
+            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the last checkpoint is kept")
+
+
+def train(args, checkpoint=None):
+    """Train as `args` say, from the start or on from a checkpoint, then evaluate. Returns summary.json's content."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(args.torch_threads)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    device = pick_device(args)
+    batch_size = args.num_envs * args.num_steps * world_size
+    iteration, global_step, seconds = 0, 0, 0.0
+    values = {name: getattr(args, name) for name in LIVE}
+    recent = deque(maxlen=100)
+    if checkpoint:
+        iteration, global_step, seconds = (checkpoint[k] for k in ("iteration", "global_step", "seconds"))
+        recent.extend(checkpoint["recent"])
+        if checkpoint["world_size"] != world_size:
+            raise UsageError(f"the run has {checkpoint['world_size']} processes, not {world_size}: "
+                             f"torchrun --nproc-per-node={checkpoint['world_size']} goes on with it")
+    first, num_iterations = iteration + 1, iteration + (args.total_timesteps - global_step) // batch_size
+    if num_iterations < first:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
+                         f"after the {global_step} that are done: give a larger one")
+    name = f"{args.env_id.replace('/', '_').replace(':', '_')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
+    if not args.resume and (run_dir / "checkpoint.pt").exists():
+        raise UsageError(f"--run-dir {run_dir} holds a run already: --resume it or give another folder")
+    checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
+
+    envs = make_envs(args, args.num_envs)
+    to_env = action_map(envs.single_action_space, args)
+    torch.manual_seed(args.seed)
+    agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
+    opt = flatten_parameters(agent)
+    if checkpoint:
+        restore(agent, opt, checkpoint, args)
+    if world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    compiled = args.compile and args.rnn == "none" and device.type != "mps"
+    act, step = (torch.compile(f, dynamic=False) if compiled else f for f in (agent, train_step))
+
+    def restart():
+        """Environments and noise from seeds of this iteration: a resumed run needs no simulator's state."""
+        seeds = derive_seeds(args.seed, rank, iteration, n=args.num_envs + 1)
+        torch.manual_seed(seeds.pop())
+        return Stream.reset(envs, agent, seeds)
+
+    if rank == 0:
+        log = RunLog(run_dir, args, global_step)
+        print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
+              f"  observations {envs.single_observation_space.shape[0]}, actions {envs.single_action_space}\n"
+              f"  {device}, {args.torch_threads} thread(s), {world_size} process(es), "
+              f"{'compiled (the first iteration takes up to a minute)' if compiled else 'not compiled'}\n"
+              f"  {num_iterations} iterations of {world_size} x {args.num_envs} x {args.num_steps} = {batch_size} steps, "
+              f"at most {args.update_epochs} epochs of {args.num_minibatches} minibatches\n  folder {run_dir}", flush=True)
+    stop_signals, live_seen, stream = [], None, restart()
+
+    def stop(signum, frame):
+        stop_signals.append(signum)
+        signal.signal(signum, signal.SIG_DFL)  # a second one ends the run at once
+
+    handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+    if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
+        agent.obs_rms.update(torch.from_numpy(collect(envs, agent, act, to_env, stream, args)[1]).flatten(0, 1))
+    started = last = time.perf_counter()
+    while iteration < num_iterations and not stop_signals:
+        iteration += 1
+        if rank == 0:
+            live_seen = read_live(run_dir / "live.json", live_seen, values, global_step)
+        if world_size > 1:
+            everyone = [values]
+            dist.broadcast_object_list(everyone)
+            values = everyone[0]
+        remaining, hyper = 1 - (iteration - 1) / num_iterations, dict(values)
+        hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
+        hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+
+        rollout, raw_obs, episodes = collect(envs, agent, act, to_env, stream, args)
+        check_finite(iteration, observations=raw_obs, rewards=rollout["rewards"].cpu())
+        losses = update(agent, opt, rollout, stream.discounted, hyper, step, args)
+        check_finite(iteration, **losses)
+        if args.norm_obs:
+            agent.obs_rms.update(torch.from_numpy(raw_obs).flatten(0, 1))  # [D28]
+
+        global_step += batch_size
+        recent.extend(episodes)
+        if sum_over_ranks(torch.tensor(len(stop_signals))) and not stop_signals:
+            stop_signals.append(None)  # another rank was told to stop
+        save = iteration % checkpoint_every == 0 or iteration == num_iterations or stop_signals
+        now = time.perf_counter()
+        if rank == 0:
+            returns, lengths = np.mean(recent, 0).tolist() if recent else (float("nan"),) * 2
+            row = {"global_step": global_step, "seconds": seconds + now - started, "episodic_return": returns,
+                   "episodic_length": lengths, "learning_rate": hyper["learning_rate"],
+                   "SPS": batch_size / (now - last) if iteration > first else float("nan")}
+            log.log(row | losses, save)
+            if save:
+                save_checkpoint(run_dir, script=SCRIPT, args=asdict(args), world_size=world_size, iteration=iteration,
+                                global_step=global_step, seconds=row["seconds"], recent=list(recent),
+                                agent=agent.state_dict(), opt=opt)
+        last = now
+        if save:
+            stream = restart()
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    envs.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if rank:
+        return None
+    if iteration < num_iterations:
+        log.bar.close()
+        print(f"stopped and saved at {global_step} steps; go on with: python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(130)
+    summary = {"env_id": args.env_id, "seed": args.seed, "global_step": global_step, "seconds": row["seconds"]}
+    summary |= report_evaluation(agent, args, run_dir)
+    log.finish(run_dir, summary)
+    print(f"  folder {run_dir}\n  again: python {sys.argv[0]} --evaluate {run_dir}")
+    return summary
+
+
+def main():
+    try:
+        args = tyro.cli(Args, description=__doc__)
+        source = args.resume or args.evaluate
+        if not source:
+            train(args)
+            return
+        checkpoint = load_checkpoint(source)
+        args = tyro.cli(Args, description=__doc__, default=Args(**checkpoint["args"]))  # what is given again wins
+        if args.resume:
+            train(args, checkpoint)
+            return
+        envs = make_envs(args, 1)
+        agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(pick_device(args))
+        envs.close()
+        restore(agent, None, checkpoint, args)
+        report_evaluation(agent, args, Path(source))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except FloatingPointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
