@@ -21,20 +21,20 @@ Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation
 Optimization"; [X1] to [X4] its auxiliary ones; [A..] the decision of that name in Andrychowicz et al. 2021.
 """
 
-import csv
 import difflib
+import importlib
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections import deque
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import gymnasium as gym
@@ -82,9 +82,9 @@ class Args:
     """any Gymnasium id, also module:Env-v0; observations that are no vector are flattened"""
     total_timesteps: int = 1_000_000
     """environment steps over all environments and processes; rounded down to whole rollouts"""
-    num_envs: int = 8
+    num_envs: int = 16
     """environments per process, stepped together and never reset between rollouts [D1]"""
-    num_steps: int = 256
+    num_steps: int = 64
     """steps per environment in a rollout; a process learns from num_envs * num_steps steps at a time [D1]"""
     vector_env: Literal["sync", "async"] = "sync"
     """sync: in this process; async: a process each, worth it where a step costs much more than 0.2 ms"""
@@ -120,7 +120,7 @@ class Args:
     """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
     recompute_adv: bool = True
     """advantages anew before every epoch, from the values learned so far [A "advantages recomputation"]"""
-    num_minibatches: int = 32
+    num_minibatches: int = 16
     """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
     update_epochs: int = 10
     """passes over each batch, at most (see target_kl) [D6]"""
@@ -140,7 +140,7 @@ class Args:
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
     """longest joint gradient of all parameters; 0: no limit [D11]"""
-    target_kl: float | None = None
+    target_kl: float | None = 0.02
     """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
     norm_value: bool = True
     """the critic learns returns over their running deviation [A "value function normalization"]"""
@@ -188,32 +188,27 @@ class Args:
 
     @property
     def seq_len(self):
+        """L, steps of a training sequence."""
         return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
 
     def __post_init__(self):
-        for name in ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
-                     "eval_episodes", "learning_rate", "adam_eps", "rnn_hidden", "torch_threads"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{flag(name)} {getattr(self, name)} is not positive: give a number above 0")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UsageError(f"{flag(name)} {getattr(self, name)} is outside 0 to 1")
-        for name in ("seed", "clip_coef", "clip_obs", "clip_reward", "vf_coef", "max_grad_norm",
-                     "rnn_seq_len", "checkpoint_every"):
-            if not getattr(self, name) >= 0:
-                raise UsageError(f"{flag(name)} {getattr(self, name)} is negative: give 0 or more")
-        if self.num_steps % self.seq_len:
+        least = dict.fromkeys(("seed", "clip_coef", "clip_obs", "clip_reward", "ent_coef", "vf_coef", "rnn_seq_len",
+                               "max_grad_norm", "checkpoint_every", "gamma", "gae_lambda"), 0)
+        least |= dict.fromkeys(("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
+                                "eval_episodes", "rnn_hidden", "torch_threads"), 1)
+        least |= dict.fromkeys(("learning_rate", "adam_eps"), 1e-30)
+        for name, low in least.items():
+            value, high = getattr(self, name), 1 if name in ("gamma", "gae_lambda") else float("inf")
+            if not low <= value <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
+        sequences, left = divmod(self.num_envs * self.num_steps, self.seq_len)
+        if left or self.num_steps % self.seq_len:
             raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")
-        sequences = self.num_envs * self.num_steps // self.seq_len
         if sequences % self.num_minibatches:
-            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the rollout's {sequences} "
-                             f"{'steps' if self.seq_len == 1 else 'sequences'}: give a divisor of {sequences}")
-        if self.norm_adv and self.norm_adv_scope == "minibatch" and sequences * self.seq_len == self.num_minibatches:
-            raise UsageError("a minibatch of one step has no deviation: give fewer --num-minibatches or --no-norm-adv")
-
-
-def flag(name):
-    return "--" + name.replace("_", "-")
+            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {sequences} "
+                             f"{'steps' if self.seq_len == 1 else 'sequences'} of a rollout: give a divisor of that")
+        if self.num_envs * self.num_steps == self.num_minibatches and self.norm_adv:
+            raise UsageError("minibatches of one step have no deviation: fewer --num-minibatches, or --no-norm-adv")
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -304,9 +299,14 @@ def action_map(space, args):
 # ------------------------------------------------------------------------------------------------- networks
 
 
+def world_size():
+    """Number of processes that learn together [X2]."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def sum_over_ranks(x):
-    """Sum of a tensor over all processes [X2]."""
-    if dist.is_initialized():
+    """Sum of a tensor over all processes, in place [X2]."""
+    if world_size() > 1:
         dist.all_reduce(x)
     return x
 
@@ -326,8 +326,8 @@ class RunningMeanStd(nn.Module):
         return self  # stays on the CPU, where observations arrive: mps has no float64
 
     def update(self, x):
-        """Take in a batch (B, *shape), by the parallel formula of Chan et al. 1979."""
-        x = x.double().cpu()
+        """Take in a batch (..., *shape), an array or tensor, by the parallel formula of Chan et al. 1979."""
+        x = torch.as_tensor(x).double().cpu().reshape(-1, *self.mean.shape)
         n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
         mean = sum_over_ranks(x.sum(0)) / n
         squares = sum_over_ranks((x - mean).square().sum(0))
@@ -364,7 +364,7 @@ class Agent(nn.Module):
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__()
-        self.args, self.nvec = args, categories(action_space)
+        self.args, self.nvec, self.to_env = args, categories(action_space), action_map(action_space, args)
         self.obs_rms, self.reward_rms, self.value_rms = RunningMeanStd(obs_dim), RunningMeanStd(()), RunningMeanStd(())
         self.register_buffer("value_std", torch.ones(()))
         self.rnn, self.state_size, features = None, 0, obs_dim
@@ -372,13 +372,13 @@ class Agent(nn.Module):
             layer = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](obs_dim, args.rnn_hidden)
             self.rnn, features = layer_init(layer, 1.0, args), args.rnn_hidden
             self.state_size = args.rnn_hidden * (2 if args.rnn == "lstm" else 1)
-        num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
+        self.num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
         if not self.nvec and not args.state_dependent_std:
-            self.log_std = nn.Parameter(torch.full((num_outputs,), args.log_std_init))  # [D24]
+            self.log_std = nn.Parameter(torch.full((self.num_outputs,), args.log_std_init))  # [D24]
         shared = [features, *args.hidden] if args.share_network else [features]  # [D13]
         own = [shared[-1]] if args.share_network else [features, *args.hidden]
         self.trunk = mlp(shared, None, args)
-        self.actor = mlp([*own, num_outputs * (2 if args.state_dependent_std and not self.nvec else 1)], 0.01, args)
+        self.actor = mlp([*own, self.num_outputs * (2 if args.state_dependent_std and not self.nvec else 1)], 0.01, args)
         self.critic = mlp([*own, 1], 1.0, args)
 
     def normalize(self, obs):
@@ -411,26 +411,33 @@ class Agent(nn.Module):
         """Values (L, S) in units of returns."""
         return self.critic(self.features(obs, state, starts)[0]).squeeze(-1) * self.value_std
 
-    def forward(self, obs, state, starts, mask=None, action=None, greedy=False):
-        """Act (sampled or greedy), or evaluate `action` (L, S, A) again.
+    def draw_noise(self, *shape):
+        """What makes an action random: standard normal, or Gumbel for choices, (*shape, number of outputs).
+
+        Drawn for a whole rollout at once: a generator inside the compiled graph costs more than the networks."""
+        noise = torch.empty(*shape, self.num_outputs, device=self.value_std.device)
+        return -noise.exponential_().log() if self.nvec else noise.normal_()
+
+    def forward(self, obs, state, starts, mask=None, action=None, noise=0.0):
+        """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
 
         Returns action (L, S, A), its log-probability, entropy and value (L, S), and the next state (S, R)."""
         features, state = self.features(obs, state, starts)
         output, value = self.actor(features), self.critic(features).squeeze(-1) * self.value_std
         distribution = self.categorical if self.nvec else self.gaussian
-        return *distribution(output, mask, action, greedy), value, state
+        return *distribution(output, mask, action, noise), value, state
 
-    def categorical(self, logits, mask, action, greedy):
+    def categorical(self, logits, mask, action, noise):
         """Independent choices: log-probabilities and entropies add up [D37]."""
         if mask is not None:
             logits = torch.where(mask, logits, -1e8)  # [X4]
         parts = [Categorical(logits=part, validate_args=False) for part in logits.split(self.nvec, -1)]
         if action is None:
-            action = torch.stack([p.logits.argmax(-1) if greedy else p.sample() for p in parts], -1)
+            action = torch.stack([part.argmax(-1) for part in (logits + noise).split(self.nvec, -1)], -1)
         logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
         return action, logprob, sum(p.entropy() for p in parts)
 
-    def gaussian(self, mean, mask, action, greedy):
+    def gaussian(self, mean, mask, action, noise):
         """Independent Gaussians [D23], [D25]. A squashed action is kept as what goes into the tanh: no atanh, and
         log-densities stay exact at the bounds."""
         mean, log_std = mean.chunk(2, -1) if self.args.state_dependent_std else (mean, self.log_std)
@@ -439,7 +446,7 @@ class Agent(nn.Module):
         # Clipped actions give no gradient that would hold the deviation: keep it from running away.
         normal = Normal(mean, log_std.clamp(-5, 2).exp(), validate_args=False)
         if action is None:
-            action = mean if greedy else normal.sample()
+            action = mean + normal.stddev * noise
         logprob, entropy = normal.log_prob(action), normal.entropy()
         if self.args.action_dist == "tanh-normal":  # change of variables; the entropy by one sample
             logprob = logprob - log_tanh_slope(action)
@@ -542,9 +549,9 @@ def adam_step(opt, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
     opt["params"].sub_(learning_rate * mean / (mean_square.sqrt() + eps))
 
 
-def train_step(agent, opt, batch, state, index, hyper, metrics, args, world_size=1):
+def train_step(agent, opt, batch, state, index, hyper, metrics):
     """One optimiser step on the sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
-    mb = {name: x[:, index] for name, x in batch.items()}
+    args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
 
     def loss_of(params):
         inputs = (mb["obs"], state[index], mb["starts"], mb.get("mask"), mb["actions"])
@@ -552,9 +559,7 @@ def train_step(agent, opt, batch, state, index, hyper, metrics, args, world_size
         return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
 
     grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
-    if world_size > 1:
-        dist.all_reduce(grad)  # [X2]
-        grad = grad / world_size
+    grad = sum_over_ranks(grad) / world_size()
     norm = grad.norm()
     if args.max_grad_norm:
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
@@ -565,25 +570,14 @@ def train_step(agent, opt, batch, state, index, hyper, metrics, args, world_size
 # ---------------------------------------------------------------------------------------- rollout and update
 
 
-@dataclass
-class Stream:
-    """Where N environments stand, between one rollout and the next."""
-
-    obs: np.ndarray
-    state: torch.Tensor
-    starts: torch.Tensor
-    mask: torch.Tensor | None
-    episode_return: np.ndarray
-    episode_length: np.ndarray
-    discounted: torch.Tensor
-
-    @classmethod
-    def reset(cls, envs, agent, seeds):
-        device, n = agent.value_std.device, envs.num_envs
-        obs, infos = envs.reset(seed=seeds)
-        state = torch.zeros(n, agent.state_size, device=device)  # [D33]
-        return cls(obs, state, torch.ones(1, n, device=device), get_mask(infos, agent),
-                   np.zeros(n), np.zeros(n, int), torch.zeros(n, device=device))
+def reset_stream(envs, agent, seeds):
+    """Reset the environments: where they stand between one step, or one rollout, and the next."""
+    device, n = agent.value_std.device, envs.num_envs
+    obs, infos = envs.reset(seed=seeds)
+    return SimpleNamespace(obs=obs, mask=get_mask(infos, agent), starts=torch.ones(1, n, device=device),
+                           state=torch.zeros(n, agent.state_size, device=device),  # [D33]
+                           discounted=torch.zeros(n, device=device),
+                           episode_return=np.zeros(n), episode_length=np.zeros(n, int))
 
 
 def get_mask(infos, agent):
@@ -595,15 +589,15 @@ def get_mask(infos, agent):
 
 
 @torch.no_grad()
-def collect(envs, agent, act, to_env, stream, args):
+def collect(envs, agent, act, stream):
     """Play num_steps steps [D1]. Returns the rollout, tensors (T, N, ...), and finished episodes (return, length)."""
     steps, raw_obs, cuts, cut_obs, episodes = [], [], [], [], []
-    device = stream.state.device
-    for t in range(args.num_steps):
+    args, device = agent.args, stream.state.device
+    for t, noise in enumerate(agent.draw_noise(args.num_steps, 1, envs.num_envs)):
         obs = agent.normalize(stream.obs)
-        action, logprob, _, value, state = act(obs.unsqueeze(0), stream.state, stream.starts, stream.mask)
+        action, logprob, _, value, state = act(obs[None], stream.state, stream.starts, stream.mask, None, noise)
         raw_obs.append(stream.obs)
-        next_obs, reward, terminated, truncated, infos = envs.step(to_env(action[0]))
+        next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         done = terminated | truncated
         step = {"obs": obs, "actions": action[0], "logprobs": logprob[0], "values": value[0],
                 "states": stream.state, "starts": stream.starts[0]}
@@ -646,12 +640,12 @@ def to_sequences(x, length):
 
 
 @torch.no_grad()
-def update(agent, opt, rollout, running, hyper, step, args):
-    """Learn from one rollout. `hyper` as in `hyper_parameters`. Returns METRICS, means over all minibatches."""
-    device, world_size = agent.value_std.device, dist.get_world_size() if dist.is_initialized() else 1
+def update(agent, opt, rollout, stream, hyper, step):
+    """Learn from one rollout by `step`, which is train_step. Returns METRICS, means over all minibatches."""
+    args, device = agent.args, agent.value_std.device
     rewards, values, length = rollout["rewards"], rollout["values"], args.seq_len
     if args.norm_reward:
-        rewards = normalize_rewards(rewards, rollout["done"], running, agent)
+        rewards = normalize_rewards(rewards, rollout["done"], stream.discounted, agent)
     gae_lambda = args.gae_lambda if args.gae else 1.0
     numbers = torch.tensor([hyper[k] for k in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")], device=device)
     metrics, steps = torch.zeros(len(METRICS), device=device), 0
@@ -673,13 +667,13 @@ def update(agent, opt, rollout, running, hyper, step, args):
             batch = {name: to_sequences(x, length) for name, x in arrays.items()}
         before = metrics.clone()
         for index in torch.randperm(len(state), device=device).chunk(args.num_minibatches):  # [D6]
-            step(agent, opt, batch, state, index, numbers, metrics, args, world_size)
+            step(agent, opt, batch, state, index, numbers, metrics)
             steps += 1
         if hyper["target_kl"] is not None:  # [X3], the same on every rank, or they would wait for each other for ever
-            kl = sum_over_ranks((metrics - before)[METRICS.index("approx_kl")]) / args.num_minibatches / world_size
+            kl = sum_over_ranks((metrics - before)[METRICS.index("approx_kl")]) / args.num_minibatches / world_size()
             if kl > hyper["target_kl"]:
                 break
-    result = dict(zip(METRICS, (sum_over_ranks(metrics) / steps / world_size).tolist(), strict=True))
+    result = dict(zip(METRICS, (sum_over_ranks(metrics) / steps / world_size()).tolist(), strict=True))
     result["explained_variance"] = 1 - ((returns - rollout["values"]).var() / (returns.var() + 1e-8)).item()
     result["epochs"] = steps // args.num_minibatches
     return result
@@ -697,19 +691,19 @@ EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
 
 
 @torch.no_grad()
-def evaluate(agent, args, greedy, video_dir=None):
+def evaluate(agent, greedy, video_dir=None):
     """Raw returns of one full episode in each of eval_episodes environments, statistics frozen."""
-    num_envs = args.eval_episodes
+    args, num_envs = agent.args, agent.args.eval_episodes
     envs = make_envs(args, num_envs, video_dir)
-    to_env = action_map(envs.single_action_space, args)
     seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
     torch.manual_seed(seeds.pop())
-    stream = Stream.reset(envs, agent, seeds)
+    stream = reset_stream(envs, agent, seeds)
     running = np.ones(num_envs, bool)
     while running.any():
         obs = agent.normalize(stream.obs).unsqueeze(0)
-        action, *_, stream.state = agent(obs, stream.state, stream.starts, stream.mask, greedy=greedy)
-        stream.obs, reward, terminated, truncated, infos = envs.step(to_env(action[0]))
+        noise = 0.0 if greedy else agent.draw_noise(1, num_envs)
+        action, *_, stream.state = agent(obs, stream.state, stream.starts, stream.mask, None, noise)
+        stream.obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         stream.mask = get_mask(infos, agent)
         stream.starts = torch.zeros_like(stream.starts)
         stream.episode_return += reward * running
@@ -718,32 +712,26 @@ def evaluate(agent, args, greedy, video_dir=None):
     return stream.episode_return
 
 
-def report_evaluation(agent, args, run_dir):
-    """Evaluate deterministically and with sampled actions, print both; the numbers of summary.json."""
-    if args.capture_video:
-        try:
-            import moviepy  # noqa: F401
-        except ImportError as error:
-            raise UsageError("--capture-video needs moviepy: pip install moviepy") from error
-        os.environ.setdefault("MUJOCO_GL", "egl" if sys.platform == "linux" and "DISPLAY" not in os.environ else "")
-    summary = {"eval_episodes": args.eval_episodes}
+def report_evaluation(agent, run_dir):
+    """Evaluate with deterministic, then with sampled actions, and print both. Returns summary.json's numbers."""
+    summary = {"eval_episodes": agent.args.eval_episodes}
     for greedy, name in ((True, "eval"), (False, "eval_sampled")):
-        video_dir = str(run_dir / "videos") if args.capture_video and greedy else None
-        returns = evaluate(agent, args, greedy, video_dir)
-        summary |= {f"{name}_mean": float(returns.mean()), f"{name}_std": float(returns.std())}
-        print(f"{'deterministic' if greedy else 'sampled'} actions, {len(returns)} episodes: return {returns.mean():.1f} "
-              f"+- {returns.std():.1f}, from {returns.min():.1f} to {returns.max():.1f}")
+        video_dir = str(run_dir / "videos") if agent.args.capture_video and greedy else None
+        x = evaluate(agent, greedy, video_dir)
+        summary |= {f"{name}_mean": float(x.mean()), f"{name}_std": float(x.std())}
+        print(f"{'deterministic' if greedy else 'sampled'} actions, {len(x)} episodes: "
+              f"return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
     return summary
 
 
-def save_checkpoint(run_dir, **content):
+def save_checkpoint(run_dir, agent, opt, at):
     """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
-    temporary = run_dir / "checkpoint.pt.tmp"
-    with open(temporary, "wb") as file:
+    content = {"script": SCRIPT, "args": asdict(agent.args), "agent": agent.state_dict(), "opt": opt, "at": vars(at)}
+    with open(run_dir / "checkpoint.tmp", "wb") as file:
         torch.save(content, file)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(temporary, run_dir / "checkpoint.pt")
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 def load_checkpoint(run_dir):
@@ -761,252 +749,272 @@ def load_checkpoint(run_dir):
     return checkpoint
 
 
-def restore(agent, opt, checkpoint, args):
-    """Put a checkpoint's numbers into the agent and, for training, its optimiser."""
-    if args.env_id != checkpoint["args"]["env_id"]:
-        raise UsageError(f"the checkpoint is of {checkpoint['args']['env_id']}, not of --env-id {args.env_id}")
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        raise UsageError(f"the checkpoint's networks have another shape: {str(error).splitlines()[-1].strip()}") from error
-    for name, value in (opt or {}).items():
-        value.copy_(checkpoint["opt"][name])
-
-
 # ------------------------------------------------------------------------------------------------- training
 
 
 class RunLog:
-    """metrics.csv, TensorBoard, Weights & Biases and the progress line of one run; goes on after `global_step`."""
+    """metrics.csv, TensorBoard, Weights & Biases and the console of a run that goes on after `rows`."""
 
     CHARTS = ("episodic_return", "episodic_length", "learning_rate", "SPS")
     COLUMNS = ("global_step", "seconds", *CHARTS, *METRICS, "explained_variance", "epochs")
 
-    def __init__(self, run_dir, args, global_step):
+    def __init__(self, run_dir, args, rows):
+        self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
         run_dir.mkdir(parents=True, exist_ok=True)
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
         about = {m.__name__: m.__version__ for m in (torch, np, gym)} | {"git_commit": git.stdout.strip() or None}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
-            import wandb
+            import_or_explain("wandb", "--track").init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=str(run_dir),
+                config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
+        self.file = open(run_dir / "metrics.csv", "w", buffering=1)
+        self.file.writelines(",".join(map(str, row)) + "\n" for row in (self.COLUMNS, *rows))
+        self.bar = tqdm(total=args.total_timesteps, initial=done, unit=" steps", disable=not sys.stderr.isatty())
 
-            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
-                       dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
-        self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
-        path = run_dir / "metrics.csv"
-        lines = path.read_text().splitlines()[1:] if path.exists() else []
-        kept = [line for line in lines if line.count(",") == len(self.COLUMNS) - 1
-                and int(line.split(",")[0]) <= global_step]
-        self.file = open(path, "w", buffering=1)
-        self.file.write("\n".join([",".join(self.COLUMNS), *kept]) + "\n")
-        self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", disable=not sys.stderr.isatty())
-
-    def log(self, row, milestone):
-        """Write one iteration's numbers; without a terminal, only milestones are printed."""
-        step = row["global_step"]
-        self.file.write(",".join(f"{row[name]:.7g}" if isinstance(row[name], float) else str(row[name])
-                                 for name in self.COLUMNS) + "\n")
+    def log(self, at, numbers, milestone):
+        """Write one iteration's numbers. Without a terminal only milestones are printed."""
+        returns, lengths = np.mean(at.recent, 0).tolist() if at.recent else (float("nan"), float("nan"))
+        numbers |= {"global_step": at.global_step, "seconds": at.seconds,
+                    "episodic_return": returns, "episodic_length": lengths}
+        self.rows.append([numbers[name] for name in self.COLUMNS])
+        self.file.write(",".join(map(str, self.rows[-1])) + "\n")
         for name in self.COLUMNS[2:]:
-            self.writer.add_scalar(f"{'charts' if name in self.CHARTS else 'losses'}/{name}", row[name], step)
-        self.bar.update(step - self.bar.n)
-        self.bar.set_postfix_str(f"return {row['episodic_return']:.1f}")
+            group = "charts" if name in self.CHARTS else "losses"
+            self.writer.add_scalar(f"{group}/{name}", numbers[name], numbers["global_step"])
+        self.bar.set_postfix_str(f"return {numbers['episodic_return']:.1f}", refresh=False)
+        self.bar.update(numbers["global_step"] - self.bar.n)
         if self.bar.disable and milestone:
-            print(f"{step} steps, {100 * step / self.bar.total:.0f} %, {row['SPS']:.0f} steps/s, "
-                  f"return {row['episodic_return']:.1f}", flush=True)
+            print("{global_step} steps, {SPS:.0f} steps/s, return {episodic_return:.1f}".format(**numbers), flush=True)
 
-    def finish(self, run_dir, summary):
-        """Close everything; the median of the SPS column goes into summary.json."""
+    def close(self, summary=None):
+        """Close the files; `summary` goes into summary.json."""
         self.bar.close()
         self.file.close()
-        with open(run_dir / "metrics.csv", newline="") as file:
-            summary["sps"] = float(np.nanmedian([float(row["SPS"]) for row in csv.DictReader(file)]))
-        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
+        if summary:
+            self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
+            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.close()
-        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
 LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl")
 
 
 def read_live(path, seen, values, global_step):
-    """Take changes of the LIVE numbers from live.json into `values`; `seen` is its last modification time."""
+    """Take changes from live.json into `values`. Returns its modification time, to be given as `seen` next time."""
     modified = path.stat().st_mtime_ns if path.exists() else None
     if modified in (seen, None):
-        return seen
+        return modified
     try:
         changes = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         tqdm.write(f"live.json ignored: {error}")
         return modified
     for name, value in changes.items():
-        number = type(value) in (int, float) and np.isfinite(value) and value >= 0
-        if name == "update_epochs":
-            number = type(value) is int and value > 0
-        if name not in LIVE or not (number or name == "target_kl" and value is None):
-            tqdm.write(f"live.json: {name} = {value} ignored; numbers that can change: {', '.join(LIVE)}")
+        number = type(value) is int or (type(value) is float and name != "update_epochs")
+        valid = (number and 0 < value < float("inf")) or (value == 0 and name.endswith("coef"))
+        if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
+            tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
-            tqdm.write(f"step {global_step}: {name} {values[name]} -> {value}")
+            tqdm.write(f"live.json at step {global_step}: {name} {values[name]} -> {value}")
             values[name] = value
     return modified
 
 
-def pick_device(args):
-    name = args.device
-    if name == "auto":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+def import_or_explain(module, option):
     try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{option} needs {module}: pip install {module}") from error
 
 
-def check_finite(iteration, **quantities):
-    for name, value in quantities.items():
-        if not np.isfinite(np.asarray(value)).all():
-            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the last checkpoint is kept")
-
-
-def train(args, checkpoint=None):
-    """Train as `args` say, from the start or on from a checkpoint, then evaluate. Returns summary.json's content."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+def set_up_torch(args):
+    """Threads, determinism, device and, under torchrun, the process group [X2]. Returns the device."""
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
-    device = pick_device(args)
-    batch_size = args.num_envs * args.num_steps * world_size
-    iteration, global_step, seconds = 0, 0, 0.0
-    values = {name: getattr(args, name) for name in LIVE}
-    recent = deque(maxlen=100)
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        device = torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
+
+
+def build(args, checkpoint, num_envs, device):
+    """Environments, agent and optimiser state, new or as the checkpoint has them."""
+    envs = make_envs(args, num_envs)
+    torch.manual_seed(args.seed)  # the same weights in every process
+    agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
+    opt = flatten_parameters(agent)
     if checkpoint:
-        iteration, global_step, seconds = (checkpoint[k] for k in ("iteration", "global_step", "seconds"))
-        recent.extend(checkpoint["recent"])
-        if checkpoint["world_size"] != world_size:
-            raise UsageError(f"the run has {checkpoint['world_size']} processes, not {world_size}: "
-                             f"torchrun --nproc-per-node={checkpoint['world_size']} goes on with it")
-    first, num_iterations = iteration + 1, iteration + (args.total_timesteps - global_step) // batch_size
-    if num_iterations < first:
-        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
-                         f"after the {global_step} that are done: give a larger one")
+        if args.env_id != checkpoint["args"]["env_id"]:
+            raise UsageError(f"the checkpoint is of {checkpoint['args']['env_id']}, not of --env-id {args.env_id}")
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:
+            raise UsageError(f"the checkpoint's networks differ: {str(error).splitlines()[-1].strip()}") from error
+        for name, value in opt.items():
+            value.copy_(checkpoint["opt"][name])
+    return envs, agent, opt
+
+
+def choose_run_dir(args):
+    """The run's folder, which holds no other run."""
     name = f"{args.env_id.replace('/', '_').replace(':', '_')}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
     if not args.resume and (run_dir / "checkpoint.pt").exists():
         raise UsageError(f"--run-dir {run_dir} holds a run already: --resume it or give another folder")
-    checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
+    return run_dir
 
-    envs = make_envs(args, args.num_envs)
-    to_env = action_map(envs.single_action_space, args)
-    torch.manual_seed(args.seed)
-    agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
-    opt = flatten_parameters(agent)
-    if checkpoint:
-        restore(agent, opt, checkpoint, args)
-    if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    compiled = args.compile and args.rnn == "none" and device.type != "mps"
-    act, step = (torch.compile(f, dynamic=False) if compiled else f for f in (agent, train_step))
 
-    def restart():
-        """Environments and noise from seeds of this iteration: a resumed run needs no simulator's state."""
-        seeds = derive_seeds(args.seed, rank, iteration, n=args.num_envs + 1)
-        torch.manual_seed(seeds.pop())
-        return Stream.reset(envs, agent, seeds)
+def print_header(args, envs, num_iterations, run_dir, device):
+    size, ranks = args.num_envs * args.num_steps, world_size()
+    print(f"""{SCRIPT}.py  {args.env_id}, seed {args.seed}
+  {envs.single_observation_space.shape[0]} observations, actions {envs.single_action_space}
+  {device}, {args.torch_threads} thread(s), {'compiled (takes up to a minute)' if args.compile and args.rnn == 'none' else 'not compiled'}
+  {num_iterations} iterations of {ranks} x {args.num_envs} x {args.num_steps} = {ranks * size} steps, \
+at most {args.update_epochs} epochs of {args.num_minibatches} minibatches of {ranks * size // args.num_minibatches}
+  folder {run_dir}""", flush=True)
 
-    if rank == 0:
-        log = RunLog(run_dir, args, global_step)
-        print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
-              f"  observations {envs.single_observation_space.shape[0]}, actions {envs.single_action_space}\n"
-              f"  {device}, {args.torch_threads} thread(s), {world_size} process(es), "
-              f"{'compiled (the first iteration takes up to a minute)' if compiled else 'not compiled'}\n"
-              f"  {num_iterations} iterations of {world_size} x {args.num_envs} x {args.num_steps} = {batch_size} steps, "
-              f"at most {args.update_epochs} epochs of {args.num_minibatches} minibatches\n  folder {run_dir}", flush=True)
-    stop_signals, live_seen, stream = [], None, restart()
 
-    def stop(signum, frame):
-        stop_signals.append(signum)
-        signal.signal(signum, signal.SIG_DFL)  # a second one ends the run at once
+@contextmanager
+def catch_signals():
+    """List that gets the first Ctrl-C or SIGTERM, so that the iteration ends and is saved; a second one kills."""
+    caught = []
 
-    handlers = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
-        agent.obs_rms.update(torch.from_numpy(collect(envs, agent, act, to_env, stream, args)[1]).flatten(0, 1))
-    started = last = time.perf_counter()
-    while iteration < num_iterations and not stop_signals:
-        iteration += 1
-        if rank == 0:
-            live_seen = read_live(run_dir / "live.json", live_seen, values, global_step)
-        if world_size > 1:
-            everyone = [values]
-            dist.broadcast_object_list(everyone)
-            values = everyone[0]
-        remaining, hyper = 1 - (iteration - 1) / num_iterations, dict(values)
-        hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
-        hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+    def catch(signum, frame):
+        caught.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
 
-        rollout, raw_obs, episodes = collect(envs, agent, act, to_env, stream, args)
-        check_finite(iteration, observations=raw_obs, rewards=rollout["rewards"].cpu())
-        losses = update(agent, opt, rollout, stream.discounted, hyper, step, args)
-        check_finite(iteration, **losses)
-        if args.norm_obs:
-            agent.obs_rms.update(torch.from_numpy(raw_obs).flatten(0, 1))  # [D28]
-
-        global_step += batch_size
-        recent.extend(episodes)
-        if sum_over_ranks(torch.tensor(len(stop_signals))) and not stop_signals:
-            stop_signals.append(None)  # another rank was told to stop
-        save = iteration % checkpoint_every == 0 or iteration == num_iterations or stop_signals
-        now = time.perf_counter()
-        if rank == 0:
-            returns, lengths = np.mean(recent, 0).tolist() if recent else (float("nan"),) * 2
-            row = {"global_step": global_step, "seconds": seconds + now - started, "episodic_return": returns,
-                   "episodic_length": lengths, "learning_rate": hyper["learning_rate"],
-                   "SPS": batch_size / (now - last) if iteration > first else float("nan")}
-            log.log(row | losses, save)
-            if save:
-                save_checkpoint(run_dir, script=SCRIPT, args=asdict(args), world_size=world_size, iteration=iteration,
-                                global_step=global_step, seconds=row["seconds"], recent=list(recent),
-                                agent=agent.state_dict(), opt=opt)
-        last = now
-        if save:
-            stream = restart()
-    for signum, handler in handlers.items():
+    before = {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield caught
+    for signum, handler in before.items():
         signal.signal(signum, handler)
+
+
+def compile_if(args, device, function):
+    """One compiled graph in place of the function, except where replays of recurrent states change its shape."""
+    if not args.compile or args.rnn != "none" or device.type == "mps":
+        return function
+    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
+
+
+def restart(envs, agent, rank, iteration):
+    """Environments and noise from seeds of this iteration, so that a resume needs no simulator's or generator's state."""
+    seeds = derive_seeds(agent.args.seed, rank, iteration, n=envs.num_envs + 1)
+    torch.manual_seed(seeds.pop())
+    return reset_stream(envs, agent, seeds)
+
+
+def schedule(live, remaining, args):
+    """This iteration's hyper-parameters, the same in every process; `remaining` falls from 1 to 0."""
+    everyone = [live]
+    if world_size() > 1:
+        dist.broadcast_object_list(everyone)
+    hyper = dict(everyone[0])
+    hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
+    hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+    return hyper
+
+
+def check_finite(iteration, **quantities):
+    for name, value in quantities.items():
+        if not np.isfinite(value).all():
+            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the last checkpoint is kept")
+
+
+def train(args, checkpoint=None):
+    """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
+    clock, device, rank = time.perf_counter(), set_up_torch(args), int(os.environ.get("RANK", 0))
+    batch_size = args.num_envs * args.num_steps * world_size()
+    at = {"iteration": 0, "global_step": 0, "batch_size": batch_size, "seconds": 0.0, "recent": [], "rows": []}
+    at = SimpleNamespace(**(checkpoint["at"] if checkpoint else at))
+    num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
+    if num_iterations <= at.iteration:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps after the "
+                         f"{at.global_step} that are done: give a larger one")
+    if at.batch_size != batch_size:
+        raise UsageError(f"the run has rollouts of {at.batch_size} steps, not {batch_size}: resume it with as many "
+                         "environments, steps and processes")
+    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
+    envs, agent, opt = build(args, checkpoint, args.num_envs, device)
+    act, step = (compile_if(args, device, function) for function in (agent, train_step))
+    log = RunLog(run_dir, args, at.rows) if rank == 0 else None
+    if log:
+        print_header(args, envs, num_iterations, run_dir, device)
+    stream = restart(envs, agent, rank, at.iteration)
+    if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
+        agent.obs_rms.update(collect(envs, agent, act, stream)[1])
+    live, live_seen = {name: getattr(args, name) for name in LIVE}, None
+    with catch_signals() as signals:
+        while at.iteration < num_iterations and not signals:
+            live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
+            hyper = schedule(live, 1 - at.iteration / num_iterations, args)
+            at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
+            rollout, raw_obs, episodes = collect(envs, agent, act, stream)
+            check_finite(at.iteration, observations=raw_obs, rewards=rollout["rewards"].cpu())
+            losses = update(agent, opt, rollout, stream, hyper, step)
+            check_finite(at.iteration, **losses)
+            agent.obs_rms.update(raw_obs)  # [D28]
+            at.recent = (at.recent + episodes)[-100:]
+            if sum_over_ranks(torch.tensor(len(signals))) and not signals:
+                signals.append("another process was told to stop")
+            save = at.iteration % save_every == 0 or at.iteration == num_iterations or bool(signals)
+            clock, seconds = time.perf_counter(), time.perf_counter() - clock
+            at.seconds += seconds
+            if log:
+                log.log(at, losses | {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}, save)
+            if save and log:
+                save_checkpoint(run_dir, agent, opt, at)
+            if save:
+                stream = restart(envs, agent, rank, at.iteration)
     envs.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    if rank:
-        return None
-    if iteration < num_iterations:
-        log.bar.close()
-        print(f"stopped and saved at {global_step} steps; go on with: python {sys.argv[0]} --resume {run_dir}")
+    return finish(agent, run_dir, at, log, num_iterations) if log else None
+
+
+def finish(agent, run_dir, at, log, num_iterations):
+    """Evaluate and write summary.json, or say how to go on with a run that was stopped."""
+    if at.iteration < num_iterations:
+        log.close()
+        print(f"stopped and saved at {at.global_step} steps; go on with: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(130)
-    summary = {"env_id": args.env_id, "seed": args.seed, "global_step": global_step, "seconds": row["seconds"]}
-    summary |= report_evaluation(agent, args, run_dir)
-    log.finish(run_dir, summary)
+    summary = {"env_id": agent.args.env_id, "seed": agent.args.seed, "global_step": at.global_step,
+               "seconds": at.seconds, "sps": float(np.median([row[RunLog.COLUMNS.index("SPS")] for row in at.rows]))}
+    log.bar.close()
+    summary |= report_evaluation(agent, run_dir)
+    log.close(summary)
     print(f"  folder {run_dir}\n  again: python {sys.argv[0]} --evaluate {run_dir}")
     return summary
 
 
 def main():
     try:
-        args = tyro.cli(Args, description=__doc__)
-        source = args.resume or args.evaluate
-        if not source:
-            train(args)
-            return
-        checkpoint = load_checkpoint(source)
-        args = tyro.cli(Args, description=__doc__, default=Args(**checkpoint["args"]))  # what is given again wins
-        if args.resume:
+        args, checkpoint = tyro.cli(Args, description=__doc__), None
+        if args.resume or args.evaluate:
+            checkpoint = load_checkpoint(args.resume or args.evaluate)
+            saved = Args(**checkpoint["args"])
+            args = tyro.cli(Args, description=__doc__, default=saved)  # the run's flags; what is given again wins
+        if args.capture_video:
+            import_or_explain("moviepy", "--capture-video")
+        if args.evaluate:
+            envs, agent, _ = build(args, checkpoint, 1, set_up_torch(args))
+            envs.close()
+            report_evaluation(agent, Path(args.evaluate))
+        else:
             train(args, checkpoint)
-            return
-        envs = make_envs(args, 1)
-        agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(pick_device(args))
-        envs.close()
-        restore(agent, None, checkpoint, args)
-        report_evaluation(agent, args, Path(source))
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except FloatingPointError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
