@@ -18,7 +18,7 @@
 Shapes: T steps, N environments, B = T * N, O observation, A action components, R recurrent state,
 L length of a training sequence (1 without recurrence), S = B / L sequences, M sequences in a minibatch.
 Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
-Optimization"; [X1] to [X4] its auxiliary ones; [A..] the decision of that name in Andrychowicz et al. 2021.
+Optimization", [X1] to [X4] its auxiliary ones: clip annealing, data parallelism, early stop, action masks.
 """
 
 import difflib
@@ -30,7 +30,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -63,19 +62,19 @@ class Args:
     exp_name: str = "ppo_continuous"
     """part of the run folder's name"""
     seed: int = 1
-    """fixes weights, action noise, minibatches and environments: the same run again, bit for bit, on a CPU"""
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
     torch_deterministic: bool = True
     """only deterministic kernels (slower on a GPU, free on a CPU)"""
     run_dir: str | None = None
     """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
     resume: str | None = None
-    """run folder to go on with, with its own flags; a larger --total-timesteps goes on with a finished one"""
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     eval_episodes: int = 10
-    """full episodes of an evaluation, one environment each: deterministic, then as many with sampled actions"""
+    """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints; each one resets the environments, so that a resume is exact; 0: 20 a run"""
+    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
 
     # Environment
     env_id: str = "HalfCheetah-v5"
@@ -97,11 +96,11 @@ class Args:
     clip_obs: float = 10.0
     """bound of normalised observations; 0: none [D29]"""
     norm_reward: bool = False
-    """rewards over the running deviation of the discounted return; norm_value does the same job better [D30]"""
+    """rewards over the running deviation of the discounted return; norm_value does this better [D30]"""
     clip_reward: float = 10.0
     """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
     truncation_bootstrap: bool = True
-    """a time limit cuts the episode but not the value of its last state; off: it counts as death, as in CleanRL"""
+    """a time limit cuts the episode, not its last state's value; off: it counts as death, as in CleanRL"""
 
     # Algorithm
     learning_rate: float = 3e-4
@@ -119,7 +118,7 @@ class Args:
     gae_lambda: float = 0.95
     """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
     recompute_adv: bool = True
-    """advantages anew before every epoch, from the values learned so far [A "advantages recomputation"]"""
+    """advantages anew before every epoch from the values learned so far (Andrychowicz et al. 2021)"""
     num_minibatches: int = 16
     """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
     update_epochs: int = 10
@@ -143,7 +142,7 @@ class Args:
     target_kl: float | None = 0.02
     """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
     norm_value: bool = True
-    """the critic learns returns over their running deviation [A "value function normalization"]"""
+    """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
     share_network: bool = False
     """policy and value share the hidden layers; off: a network each [D13, D26]"""
     hidden: tuple[int, ...] = (64, 64)
@@ -170,7 +169,7 @@ class Args:
 
     # Speed
     device: str = "cpu"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; networks this small are fastest on one CPU thread"""
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
     compile: bool = True
     """one compiled graph for each act and each optimiser step; --no-compile starts at once, for short runs"""
     torch_threads: int = 1
@@ -192,36 +191,32 @@ class Args:
         return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
 
     def __post_init__(self):
-        least = dict.fromkeys(("seed", "clip_coef", "clip_obs", "clip_reward", "ent_coef", "vf_coef", "rnn_seq_len",
-                               "max_grad_norm", "checkpoint_every", "gamma", "gae_lambda"), 0)
-        least |= dict.fromkeys(("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs",
-                                "eval_episodes", "rnn_hidden", "torch_threads"), 1)
-        least |= dict.fromkeys(("learning_rate", "adam_eps"), 1e-30)
-        for name, low in least.items():
-            value, high = getattr(self, name), 1 if name in ("gamma", "gae_lambda") else float("inf")
-            if not low <= value <= high:
+        for name, value in vars(self).items():
+            low, high = 0, 1 if name in ("gamma", "gae_lambda") else float("inf")
+            if type(getattr(Args, name)) is int and name not in ("seed", "checkpoint_every", "rnn_seq_len"):
+                low = 1
+            if isinstance(value, (int, float)) and name != "log_std_init" and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
-        sequences, left = divmod(self.num_envs * self.num_steps, self.seq_len)
-        if left or self.num_steps % self.seq_len:
+        sequences = self.num_envs * self.num_steps // self.seq_len
+        if self.num_steps % self.seq_len:
             raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")
         if sequences % self.num_minibatches:
             raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {sequences} "
-                             f"{'steps' if self.seq_len == 1 else 'sequences'} of a rollout: give a divisor of that")
+                             f"{'steps' if self.seq_len == 1 else 'sequences'} of a rollout: give a divisor")
         if self.num_envs * self.num_steps == self.num_minibatches and self.norm_adv:
-            raise UsageError("minibatches of one step have no deviation: fewer --num-minibatches, or --no-norm-adv")
+            raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
 
 
 # ---------------------------------------------------------------------------------------------- environment
 
 
 class SlimInfo(gym.Wrapper):
-    """Of each info only the action mask, flat: Gymnasium's copying of the rest costs 5 to 10 % of a MuJoCo step."""
+    """Of each info only the action mask, flat: to collect the rest costs 5 to 10 % of a MuJoCo step."""
 
     def slim(self, info):
         mask = info.get("action_mask")
-        if mask is None:
-            return {}
-        return {"action_mask": np.concatenate([np.ravel(m) for m in mask]) if isinstance(mask, tuple) else mask}
+        parts = mask if isinstance(mask, tuple) else [mask]
+        return {} if mask is None else {"action_mask": np.concatenate([np.ravel(part) for part in parts])}
 
     def reset(self, **kwargs):
         obs, info = self.env.reset(**kwargs)
@@ -233,14 +228,14 @@ class SlimInfo(gym.Wrapper):
 
 
 def make_envs(args, num_envs, video_dir=None):
-    """Vector of `num_envs` environments whose observations are flat vectors; the first is recorded to `video_dir`."""
+    """Vector of environments with flat observations; the first is recorded where there is a `video_dir`."""
 
     def make_env(record):
         if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs us to save
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs us
         env = gym.make(args.env_id, render_mode="rgb_array" if record else None, disable_env_checker=True)
         if record:
-            env = gym.wrappers.RecordVideo(env, video_dir, episode_trigger=lambda e: e == 0, disable_logger=True)
+            env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0, disable_logger=True)
         space = env.observation_space
         if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
             env = gym.wrappers.FlattenObservation(env)
@@ -255,14 +250,15 @@ def make_envs(args, num_envs, video_dir=None):
         close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.5)
         mend = f"; close names: {', '.join(close)}" if close and args.env_id not in gym.registry else ""
         raise UsageError(f"cannot make --env-id {args.env_id}: {str(error).splitlines()[0]}{mend}") from error
-    if len(envs.single_observation_space.shape or ()) != 1:
-        raise UsageError(f"--env-id {args.env_id}: observations {envs.single_observation_space} cannot be flattened")
+    if not isinstance(envs.single_observation_space, gym.spaces.Box):
+        raise UsageError(f"--env-id {args.env_id}: {envs.single_observation_space} is not a vector")
     return envs
 
 
 def categories(space):
-    """Number of choices of each action component, None for continuous actions. Discrete is MultiDiscrete with one
-    component, MultiBinary has two choices per bit: one head serves all three [D37]."""
+    """Number of choices of each action component, None for continuous actions.
+
+    Discrete is MultiDiscrete of one component, a bit of MultiBinary two choices: one head for all [D37]."""
     if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
         return None
     if isinstance(space, gym.spaces.Discrete):
@@ -271,7 +267,7 @@ def categories(space):
         return space.nvec.flatten().tolist()
     if isinstance(space, gym.spaces.MultiBinary):
         return [2] * int(np.prod(space.shape))
-    raise UsageError(f"actions {space} are not supported: Box of floats, Discrete, MultiDiscrete or MultiBinary are")
+    raise UsageError(f"actions {space} are not supported: Box, Discrete, MultiDiscrete and MultiBinary are")
 
 
 def action_map(space, args):
@@ -280,15 +276,15 @@ def action_map(space, args):
         start = np.asarray(getattr(space, "start", 0))
         return lambda action: action.cpu().numpy().astype(space.dtype).reshape(-1, *space.shape) + start
     low, high = space.low.flatten(), space.high.flatten()
-    bounded = np.isfinite(low) & np.isfinite(high)
-    squash = args.action_dist == "tanh-normal"
+    bounded, squash = np.isfinite(low) & np.isfinite(high), args.action_dist == "tanh-normal"
     if squash and not bounded.all():
         raise UsageError(f"--action-dist tanh-normal needs bounded actions, these are {space}: use normal")
     scaled = bounded & (squash or args.scale_actions)
-    center, scale = np.where(scaled, (low + high) / 2, 0), np.where(scaled, (high - low) / 2, 1)
+    bottom, top = np.where(scaled, low, -1), np.where(scaled, high, 1)
 
     def to_env(action):
-        action = center + scale * (action.tanh() if squash else action).cpu().numpy()
+        action = (action.tanh() if squash else action).cpu().numpy()
+        action = (bottom + top) / 2 + (top - bottom) / 2 * action
         if args.clip_actions:  # [D27]
             action = np.clip(action, low, high)
         return action.astype(space.dtype).reshape(-1, *space.shape)
@@ -346,7 +342,7 @@ def layer_init(layer, gain, args):
 
 
 def mlp(sizes, gain, args):
-    """Linear layers of those sizes, an activation between them, `gain` for the last (None: a hidden one) [D26]."""
+    """Layers of those sizes [D26]; `gain` is that of the last, which has no activation (None: it has one)."""
     activation = nn.Tanh if args.activation == "tanh" else nn.ReLU
     layers = []
     for i, (size, next_size) in enumerate(pairwise(sizes)):
@@ -359,13 +355,14 @@ def mlp(sizes, gain, args):
 class Agent(nn.Module):
     """Policy, value function and every statistic that they need.
 
-    Observations (L, S, O) are sequences side by side; `state` (S, R) is the recurrent state before the first step
-    (R = 0 without rnn); `starts` (L, S) is 1 where a step begins an episode."""
+    Observations (L, S, O) are sequences side by side; `state` (S, R) is the recurrent state before the first
+    step (R = 0 without rnn); `starts` (L, S) is 1 where a step begins an episode."""
 
     def __init__(self, obs_dim, action_space, args):
         super().__init__()
         self.args, self.nvec, self.to_env = args, categories(action_space), action_map(action_space, args)
-        self.obs_rms, self.reward_rms, self.value_rms = RunningMeanStd(obs_dim), RunningMeanStd(()), RunningMeanStd(())
+        self.obs_rms = RunningMeanStd((obs_dim,))
+        self.reward_rms, self.value_rms = RunningMeanStd(()), RunningMeanStd(())
         self.register_buffer("value_std", torch.ones(()))
         self.rnn, self.state_size, features = None, 0, obs_dim
         if args.rnn != "none":
@@ -378,7 +375,8 @@ class Agent(nn.Module):
         shared = [features, *args.hidden] if args.share_network else [features]  # [D13]
         own = [shared[-1]] if args.share_network else [features, *args.hidden]
         self.trunk = mlp(shared, None, args)
-        self.actor = mlp([*own, self.num_outputs * (2 if args.state_dependent_std and not self.nvec else 1)], 0.01, args)
+        double = args.state_dependent_std and not self.nvec
+        self.actor = mlp([*own, self.num_outputs * (2 if double else 1)], 0.01, args)
         self.critic = mlp([*own, 1], 1.0, args)
 
     def normalize(self, obs):
@@ -400,10 +398,13 @@ class Agent(nn.Module):
         for begin, end in pairwise(cuts):
             if self.args.rnn_reset:
                 state = state * (1 - starts[begin].unsqueeze(-1))  # [D34]
-            lstm = self.args.rnn == "lstm"
-            hidden = tuple(state.unsqueeze(0).chunk(2, -1)) if lstm else state.unsqueeze(0)
-            output, hidden = self.rnn(obs[begin:end], tuple(h.contiguous() for h in hidden) if lstm else hidden)
-            state = (torch.cat(hidden, -1) if lstm else hidden).squeeze(0)
+            if self.args.rnn == "lstm":
+                hidden, cell = (part.contiguous() for part in state[None].chunk(2, -1))
+                output, parts = self.rnn(obs[begin:end], (hidden, cell))
+                state = torch.cat(parts, -1)[0]
+            else:
+                output, state = self.rnn(obs[begin:end], state[None])
+                state = state[0]
             outputs.append(output)
         return self.trunk(torch.cat(outputs)), state
 
@@ -414,7 +415,7 @@ class Agent(nn.Module):
     def draw_noise(self, *shape):
         """What makes an action random: standard normal, or Gumbel for choices, (*shape, number of outputs).
 
-        Drawn for a whole rollout at once: a generator inside the compiled graph costs more than the networks."""
+        Drawn for a whole rollout at once: a generator in the compiled graph costs more than the networks."""
         noise = torch.empty(*shape, self.num_outputs, device=self.value_std.device)
         return -noise.exponential_().log() if self.nvec else noise.normal_()
 
@@ -438,8 +439,9 @@ class Agent(nn.Module):
         return action, logprob, sum(p.entropy() for p in parts)
 
     def gaussian(self, mean, mask, action, noise):
-        """Independent Gaussians [D23], [D25]. A squashed action is kept as what goes into the tanh: no atanh, and
-        log-densities stay exact at the bounds."""
+        """Independent Gaussians [D23], [D25].
+
+        A squashed action is stored as what goes into the tanh: its density stays exact at the bounds."""
         mean, log_std = mean.chunk(2, -1) if self.args.state_dependent_std else (mean, self.log_std)
         if self.args.state_dependent_std:
             log_std = log_std + self.args.log_std_init
@@ -476,15 +478,16 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
 
 
 def normalize_rewards(rewards, done, running, agent):
-    """Rewards (T, N) over the deviation of the discounted return [D30], clipped [D31]. `running` (N,), the return
-    so far, goes on in place."""
-    returns = []
+    """Rewards (T, N) over the deviation of the discounted return [D30], clipped [D31].
+
+    `running` (N,) is the return so far and goes on in place."""
+    returns, clip = [], agent.args.clip_reward
     for reward, end in zip(rewards, done, strict=True):
         returns.append(running.mul_(agent.args.gamma).add_(reward).clone())
         running *= 1 - end
     agent.reward_rms.update(torch.cat(returns))
     rewards = rewards / (agent.reward_rms.var + 1e-8).sqrt().float().to(rewards.device)
-    return rewards.clamp(-agent.args.clip_reward, agent.args.clip_reward) if agent.args.clip_reward else rewards
+    return rewards.clamp(-clip, clip) if clip else rewards
 
 
 def normalize_advantages(advantages):
@@ -492,7 +495,8 @@ def normalize_advantages(advantages):
     return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
 
 
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")  # [D12]
+# [D12]
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 
 def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
@@ -528,8 +532,8 @@ def flatten_parameters(agent):
     params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
     for parameter, view in zip(agent.parameters(), parameter_views(agent, params).values(), strict=True):
         parameter.data = view
-    zeros = torch.zeros_like
-    return {"params": params, "exp_avg": zeros(params), "exp_avg_sq": zeros(params), "count": zeros(params[0])}
+    moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
+    return {"params": params, **moments, "count": torch.zeros_like(params[0])}
 
 
 def parameter_views(agent, params):
@@ -550,7 +554,7 @@ def adam_step(opt, grad, learning_rate, eps, beta1=0.9, beta2=0.999):
 
 
 def train_step(agent, opt, batch, state, index, hyper, metrics):
-    """One optimiser step on the sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
+    """One optimiser step on sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
 
     def loss_of(params):
@@ -590,21 +594,24 @@ def get_mask(infos, agent):
 
 @torch.no_grad()
 def collect(envs, agent, act, stream):
-    """Play num_steps steps [D1]. Returns the rollout, tensors (T, N, ...), and finished episodes (return, length)."""
+    """Play num_steps steps [D1].
+
+    Returns the rollout, tensors (T, N, ...), raw observations and (return, length) of finished episodes."""
     steps, raw_obs, cuts, cut_obs, episodes = [], [], [], [], []
-    args, device = agent.args, stream.state.device
+    args, to_tensor = agent.args, lambda x: torch.as_tensor(x, dtype=torch.float32, device=obs.device)
     for t, noise in enumerate(agent.draw_noise(args.num_steps, 1, envs.num_envs)):
         obs = agent.normalize(stream.obs)
-        action, logprob, _, value, state = act(obs[None], stream.state, stream.starts, stream.mask, None, noise)
+        now = obs[None], stream.state, stream.starts, stream.mask
+        action, logprob, _, value, state = act(*now, None, noise)
         raw_obs.append(stream.obs)
         next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         done = terminated | truncated
-        step = {"obs": obs, "actions": action[0], "logprobs": logprob[0], "values": value[0],
-                "states": stream.state, "starts": stream.starts[0]}
-        if stream.mask is not None:
-            step["mask"] = stream.mask[0]
-        results = {"rewards": reward, "terminated": terminated if args.truncation_bootstrap else done, "done": done}
-        steps.append(step | {k: torch.as_tensor(v, dtype=torch.float32, device=device) for k, v in results.items()})
+        steps.append({
+            "obs": obs, "states": stream.state, "starts": stream.starts[0],
+            "actions": action[0], "logprobs": logprob[0], "values": value[0],
+            "rewards": to_tensor(reward), "done": to_tensor(done),
+            "terminated": to_tensor(terminated if args.truncation_bootstrap else done),
+        } | ({} if stream.mask is None else {"mask": stream.mask[0]}))
         stream.episode_return += reward
         stream.episode_length += 1
         for n in np.flatnonzero(done):
@@ -617,7 +624,7 @@ def collect(envs, agent, act, stream):
         stream.starts = steps[-1]["done"].unsqueeze(0)
     rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     # States in which the rollout or an episode was cut: what next_values needs beside the values.
-    rollout["cuts"] = torch.tensor([(t, n) for t, n, _ in cuts], dtype=torch.long, device=device).view(-1, 2)
+    rollout["cuts"] = torch.tensor([(t, n) for t, n, _ in cuts], dtype=torch.long).view(-1, 2)
     rollout["cut_obs"] = agent.normalize(np.stack([*stream.obs, *cut_obs]))
     rollout["cut_state"] = torch.stack([*stream.state, *(state for *_, state in cuts)])
     rollout["cut_starts"] = torch.cat([stream.starts, stream.starts.new_zeros(1, len(cuts))], 1)
@@ -625,8 +632,8 @@ def collect(envs, agent, act, stream):
 
 
 def next_values(agent, rollout, values):
-    """Values (T, N) of the states that the actions led to, `values` (T, N) being those of the states before."""
-    cut_values = agent.get_value(rollout["cut_obs"].unsqueeze(0), rollout["cut_state"], rollout["cut_starts"])[0]
+    """Values (T, N) of the states that the actions led to; `values` (T, N) are those of the states before."""
+    cut_values = agent.get_value(rollout["cut_obs"][None], rollout["cut_state"], rollout["cut_starts"])[0]
     num_envs = values.shape[1]
     result = torch.cat([values[1:], cut_values[None, :num_envs]])
     t, n = rollout["cuts"].unbind(1)
@@ -646,8 +653,8 @@ def update(agent, opt, rollout, stream, hyper, step):
     rewards, values, length = rollout["rewards"], rollout["values"], args.seq_len
     if args.norm_reward:
         rewards = normalize_rewards(rewards, rollout["done"], stream.discounted, agent)
-    gae_lambda = args.gae_lambda if args.gae else 1.0
-    numbers = torch.tensor([hyper[k] for k in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")], device=device)
+    numbers = [hyper[name] for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")]
+    numbers = torch.tensor(numbers, device=device)  # no floats, for which the graph would be compiled anew
     metrics, steps = torch.zeros(len(METRICS), device=device), 0
     state = rollout["states"][::length].flatten(0, 1)
     for epoch in range(hyper["update_epochs"]):
@@ -655,25 +662,27 @@ def update(agent, opt, rollout, stream, hyper, step):
             values = agent.get_value(rollout["obs"], rollout["states"][0], rollout["starts"])
         if not epoch or args.recompute_adv:
             advantages = compute_gae(rewards, values, next_values(agent, rollout, values),
-                                     rollout["terminated"], rollout["done"], args.gamma, gae_lambda)
+                                     rollout["terminated"], rollout["done"], args.gamma,
+                                     args.gae_lambda if args.gae else 1.0)
             returns = advantages + values  # TD(lambda) [D5]
             if args.norm_value and not epoch:
                 agent.value_rms.update(returns.flatten())
                 agent.value_std.copy_((agent.value_rms.var + 1e-8).sqrt())
             if args.norm_adv and args.norm_adv_scope == "batch":
                 advantages = normalize_advantages(advantages)
-            arrays = {k: rollout[k] for k in ("obs", "actions", "logprobs", "values", "starts", "mask") if k in rollout}
-            arrays |= {"advantages": advantages, "returns": returns}
+            names = [k for k in ("obs", "actions", "logprobs", "values", "starts", "mask") if k in rollout]
+            arrays = {k: rollout[k] for k in names} | {"advantages": advantages, "returns": returns}
             batch = {name: to_sequences(x, length) for name, x in arrays.items()}
         before = metrics.clone()
         for index in torch.randperm(len(state), device=device).chunk(args.num_minibatches):  # [D6]
             step(agent, opt, batch, state, index, numbers, metrics)
             steps += 1
-        if hyper["target_kl"] is not None:  # [X3], the same on every rank, or they would wait for each other for ever
-            kl = sum_over_ranks((metrics - before)[METRICS.index("approx_kl")]) / args.num_minibatches / world_size()
-            if kl > hyper["target_kl"]:
+        if hyper["target_kl"] is not None:  # [X3]; the same in all processes, or one would wait for ever
+            kl = sum_over_ranks(metrics - before)[METRICS.index("approx_kl")] / args.num_minibatches
+            if kl / world_size() > hyper["target_kl"]:
                 break
-    result = dict(zip(METRICS, (sum_over_ranks(metrics) / steps / world_size()).tolist(), strict=True))
+    means = sum_over_ranks(metrics) / steps / world_size()
+    result = dict(zip(METRICS, means.tolist(), strict=True))
     result["explained_variance"] = 1 - ((returns - rollout["values"]).var() / (returns.var() + 1e-8)).item()
     result["epochs"] = steps // args.num_minibatches
     return result
@@ -683,7 +692,7 @@ def update(agent, opt, rollout, stream, hyper, step):
 
 
 def derive_seeds(*key, n):
-    """`n` independent seeds from numbers such as (seed, rank, iteration), so that no two streams ever share one."""
+    """`n` independent seeds from a key such as (seed, rank, iteration): no two streams share one."""
     return [int(seed) for seed in np.random.SeedSequence(key).generate_state(n)]
 
 
@@ -713,7 +722,7 @@ def evaluate(agent, greedy, video_dir=None):
 
 
 def report_evaluation(agent, run_dir):
-    """Evaluate with deterministic, then with sampled actions, and print both. Returns summary.json's numbers."""
+    """Evaluate deterministic, then sampled actions, and print both. Returns summary.json's numbers."""
     summary = {"eval_episodes": agent.args.eval_episodes}
     for greedy, name in ((True, "eval"), (False, "eval_sampled")):
         video_dir = str(run_dir / "videos") if agent.args.capture_video and greedy else None
@@ -726,7 +735,8 @@ def report_evaluation(agent, run_dir):
 
 def save_checkpoint(run_dir, agent, opt, at):
     """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
-    content = {"script": SCRIPT, "args": asdict(agent.args), "agent": agent.state_dict(), "opt": opt, "at": vars(at)}
+    content = {"script": SCRIPT, "args": asdict(agent.args), "at": vars(at), "opt": opt}
+    content["agent"] = agent.state_dict()
     with open(run_dir / "checkpoint.tmp", "wb") as file:
         torch.save(content, file)
         file.flush()
@@ -743,7 +753,7 @@ def load_checkpoint(run_dir):
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         script = checkpoint["script"]
     except Exception as error:
-        raise UsageError(f"{path} is damaged or no checkpoint of this family ({type(error).__name__})") from error
+        raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if script != SCRIPT:
         raise UsageError(f"{path} was written by {script}.py: use that script")
     return checkpoint
@@ -761,17 +771,19 @@ class RunLog:
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
         run_dir.mkdir(parents=True, exist_ok=True)
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
-        about = {m.__name__: m.__version__ for m in (torch, np, gym)} | {"git_commit": git.stdout.strip() or None}
+        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        about = {m.__name__: m.__version__ for m in (torch, np, gym)} | {"git_commit": commit or None}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import_or_explain("wandb", "--track").init(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name, dir=str(run_dir),
-                config=asdict(args), sync_tensorboard=True)
+                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
+                dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
-        self.file = open(run_dir / "metrics.csv", "w", buffering=1)
+        self.file = open(run_dir / "metrics.csv", "w", buffering=1)  # noqa: SIM115
         self.file.writelines(",".join(map(str, row)) + "\n" for row in (self.COLUMNS, *rows))
-        self.bar = tqdm(total=args.total_timesteps, initial=done, unit=" steps", disable=not sys.stderr.isatty())
+        self.bar = tqdm(total=args.total_timesteps, initial=done, unit=" steps",
+                        disable=not sys.stderr.isatty())
 
     def log(self, at, numbers, milestone):
         """Write one iteration's numbers. Without a terminal only milestones are printed."""
@@ -783,10 +795,10 @@ class RunLog:
         for name in self.COLUMNS[2:]:
             group = "charts" if name in self.CHARTS else "losses"
             self.writer.add_scalar(f"{group}/{name}", numbers[name], numbers["global_step"])
-        self.bar.set_postfix_str(f"return {numbers['episodic_return']:.1f}", refresh=False)
-        self.bar.update(numbers["global_step"] - self.bar.n)
+        self.bar.set_postfix_str(f"return {returns:.1f}", refresh=False)
+        self.bar.update(at.global_step - self.bar.n)
         if self.bar.disable and milestone:
-            print("{global_step} steps, {SPS:.0f} steps/s, return {episodic_return:.1f}".format(**numbers), flush=True)
+            print(f"{at.global_step} steps, {numbers['SPS']:.0f} steps/s, return {returns:.1f}", flush=True)
 
     def close(self, summary=None):
         """Close the files; `summary` goes into summary.json."""
@@ -802,7 +814,7 @@ LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "t
 
 
 def read_live(path, seen, values, global_step):
-    """Take changes from live.json into `values`. Returns its modification time, to be given as `seen` next time."""
+    """Take changes from live.json into `values`. Returns its modification time, next time's `seen`."""
     modified = path.stat().st_mtime_ns if path.exists() else None
     if modified in (seen, None):
         return modified
@@ -855,11 +867,12 @@ def build(args, checkpoint, num_envs, device):
     opt = flatten_parameters(agent)
     if checkpoint:
         if args.env_id != checkpoint["args"]["env_id"]:
-            raise UsageError(f"the checkpoint is of {checkpoint['args']['env_id']}, not of --env-id {args.env_id}")
+            raise UsageError(f"--env-id {args.env_id}: the checkpoint is of {checkpoint['args']['env_id']}")
         try:
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint's networks differ: {str(error).splitlines()[-1].strip()}") from error
+            reason = str(error).splitlines()[-1].strip()
+            raise UsageError(f"the checkpoint's networks have other shapes: {reason}") from error
         for name, value in opt.items():
             value.copy_(checkpoint["opt"][name])
     return envs, agent, opt
@@ -867,7 +880,8 @@ def build(args, checkpoint, num_envs, device):
 
 def choose_run_dir(args):
     """The run's folder, which holds no other run."""
-    name = f"{args.env_id.replace('/', '_').replace(':', '_')}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    env_name = args.env_id.replace("/", "_").replace(":", "_")
+    name = f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
     if not args.resume and (run_dir / "checkpoint.pt").exists():
         raise UsageError(f"--run-dir {run_dir} holds a run already: --resume it or give another folder")
@@ -875,39 +889,38 @@ def choose_run_dir(args):
 
 
 def print_header(args, envs, num_iterations, run_dir, device):
-    size, ranks = args.num_envs * args.num_steps, world_size()
-    print(f"""{SCRIPT}.py  {args.env_id}, seed {args.seed}
-  {envs.single_observation_space.shape[0]} observations, actions {envs.single_action_space}
-  {device}, {args.torch_threads} thread(s), {'compiled (takes up to a minute)' if args.compile and args.rnn == 'none' else 'not compiled'}
-  {num_iterations} iterations of {ranks} x {args.num_envs} x {args.num_steps} = {ranks * size} steps, \
-at most {args.update_epochs} epochs of {args.num_minibatches} minibatches of {ranks * size // args.num_minibatches}
-  folder {run_dir}""", flush=True)
+    minibatch_size = world_size() * args.num_envs * args.num_steps // args.num_minibatches
+    compiled = "compiled: the first iteration takes up to a minute" if args.compile else "not compiled"
+    print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
+          f"  {envs.single_observation_space.shape[0]} observations, actions {envs.single_action_space}\n"
+          f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s), {compiled}\n"
+          f"  {num_iterations} iterations of {args.num_envs} environments x {args.num_steps} steps, at most "
+          f"{args.update_epochs} epochs of {args.num_minibatches} minibatches of {minibatch_size}\n"
+          f"  folder {run_dir}", flush=True)
 
 
-@contextmanager
 def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM, so that the iteration ends and is saved; a second one kills."""
+    """List that gets the first Ctrl-C or SIGTERM: the iteration ends and is saved. A second one kills."""
     caught = []
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    before = {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
-    yield caught
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, catch)
+    return caught
 
 
 def compile_if(args, device, function):
-    """One compiled graph in place of the function, except where replays of recurrent states change its shape."""
+    """One compiled graph for the function, except for recurrent agents: episode ends change its shape."""
     if not args.compile or args.rnn != "none" or device.type == "mps":
         return function
     return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
 
 
 def restart(envs, agent, rank, iteration):
-    """Environments and noise from seeds of this iteration, so that a resume needs no simulator's or generator's state."""
+    """Environments and noise from seeds of this iteration: a resume needs no simulator's state."""
     seeds = derive_seeds(agent.args.seed, rank, iteration, n=envs.num_envs + 1)
     torch.manual_seed(seeds.pop())
     return reset_stream(envs, agent, seeds)
@@ -927,22 +940,22 @@ def schedule(live, remaining, args):
 def check_finite(iteration, **quantities):
     for name, value in quantities.items():
         if not np.isfinite(value).all():
-            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the last checkpoint is kept")
+            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the checkpoint is kept")
 
 
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
     clock, device, rank = time.perf_counter(), set_up_torch(args), int(os.environ.get("RANK", 0))
     batch_size = args.num_envs * args.num_steps * world_size()
-    at = {"iteration": 0, "global_step": 0, "batch_size": batch_size, "seconds": 0.0, "recent": [], "rows": []}
+    at = {"iteration": 0, "global_step": 0, "seconds": 0.0, "batch_size": batch_size, "recent": [], "rows": []}
     at = SimpleNamespace(**(checkpoint["at"] if checkpoint else at))
     num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
     if num_iterations <= at.iteration:
-        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps after the "
-                         f"{at.global_step} that are done: give a larger one")
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
+                         f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
-        raise UsageError(f"the run has rollouts of {at.batch_size} steps, not {batch_size}: resume it with as many "
-                         "environments, steps and processes")
+        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
+                         "resume it with as many environments, steps and processes")
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     act, step = (compile_if(args, device, function) for function in (agent, train_step))
@@ -953,28 +966,29 @@ def train(args, checkpoint=None):
     if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
         agent.obs_rms.update(collect(envs, agent, act, stream)[1])
     live, live_seen = {name: getattr(args, name) for name in LIVE}, None
-    with catch_signals() as signals:
-        while at.iteration < num_iterations and not signals:
-            live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
-            hyper = schedule(live, 1 - at.iteration / num_iterations, args)
-            at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
-            rollout, raw_obs, episodes = collect(envs, agent, act, stream)
-            check_finite(at.iteration, observations=raw_obs, rewards=rollout["rewards"].cpu())
-            losses = update(agent, opt, rollout, stream, hyper, step)
-            check_finite(at.iteration, **losses)
-            agent.obs_rms.update(raw_obs)  # [D28]
-            at.recent = (at.recent + episodes)[-100:]
-            if sum_over_ranks(torch.tensor(len(signals))) and not signals:
-                signals.append("another process was told to stop")
-            save = at.iteration % save_every == 0 or at.iteration == num_iterations or bool(signals)
-            clock, seconds = time.perf_counter(), time.perf_counter() - clock
-            at.seconds += seconds
-            if log:
-                log.log(at, losses | {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}, save)
-            if save and log:
-                save_checkpoint(run_dir, agent, opt, at)
-            if save:
-                stream = restart(envs, agent, rank, at.iteration)
+    signals = catch_signals()
+    while at.iteration < num_iterations and not signals:
+        live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
+        hyper = schedule(live, 1 - at.iteration / num_iterations, args)
+        at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
+        rollout, raw_obs, episodes = collect(envs, agent, act, stream)
+        check_finite(at.iteration, observations=raw_obs, rewards=rollout["rewards"].cpu().numpy())
+        losses = update(agent, opt, rollout, stream, hyper, step)
+        check_finite(at.iteration, **losses)
+        agent.obs_rms.update(raw_obs)  # [D28]
+        at.recent = (at.recent + episodes)[-100:]
+        if sum_over_ranks(torch.tensor(len(signals))) and not signals:
+            signals.append("another process was told to stop")
+        save = at.iteration % save_every == 0 or at.iteration == num_iterations or bool(signals)
+        clock, seconds = time.perf_counter(), time.perf_counter() - clock
+        at.seconds += seconds
+        if log:
+            losses |= {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}
+            log.log(at, losses, save)
+        if save and log:
+            save_checkpoint(run_dir, agent, opt, at)
+        if save:
+            stream = restart(envs, agent, rank, at.iteration)
     envs.close()
     return finish(agent, run_dir, at, log, num_iterations) if log else None
 
@@ -983,10 +997,11 @@ def finish(agent, run_dir, at, log, num_iterations):
     """Evaluate and write summary.json, or say how to go on with a run that was stopped."""
     if at.iteration < num_iterations:
         log.close()
-        print(f"stopped and saved at {at.global_step} steps; go on with: python {sys.argv[0]} --resume {run_dir}")
+        print(f"saved at {at.global_step} steps; to go on: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(130)
+    speeds = [row[RunLog.COLUMNS.index("SPS")] for row in at.rows]
     summary = {"env_id": agent.args.env_id, "seed": agent.args.seed, "global_step": at.global_step,
-               "seconds": at.seconds, "sps": float(np.median([row[RunLog.COLUMNS.index("SPS")] for row in at.rows]))}
+               "seconds": at.seconds, "sps": float(np.median(speeds))}
     log.bar.close()
     summary |= report_evaluation(agent, run_dir)
     log.close(summary)
@@ -1000,7 +1015,7 @@ def main():
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
-            args = tyro.cli(Args, description=__doc__, default=saved)  # the run's flags; what is given again wins
+            args = tyro.cli(Args, description=__doc__, default=saved)  # what is given again wins
         if args.capture_video:
             import_or_explain("moviepy", "--capture-video")
         if args.evaluate:
