@@ -30,6 +30,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -139,7 +140,7 @@ class Args:
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
     """longest joint gradient of all parameters; 0: no limit [D11]"""
-    target_kl: float | None = 0.02
+    target_kl: float | None = 0.05
     """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
@@ -210,6 +211,13 @@ class Args:
 # ---------------------------------------------------------------------------------------------- environment
 
 
+def import_or_explain(module, option):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{option} needs {module}: pip install {module}") from error
+
+
 class SlimInfo(gym.Wrapper):
     """Of each info only the action mask, flat: to collect the rest costs 5 to 10 % of a MuJoCo step."""
 
@@ -244,7 +252,8 @@ def make_envs(args, num_envs, video_dir=None):
     vector = SyncVectorEnv if args.vector_env == "sync" else AsyncVectorEnv
     thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
     try:
-        gym.spec(args.env_id)
+        if "mujoco" in str(gym.spec(args.env_id).entry_point):  # its warnings once, not num_envs times
+            import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
         envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
         close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.5)
@@ -834,13 +843,6 @@ def read_live(path, seen, values, global_step):
     return modified
 
 
-def import_or_explain(module, option):
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{option} needs {module}: pip install {module}") from error
-
-
 def set_up_torch(args):
     """Threads, determinism, device and, under torchrun, the process group [X2]. Returns the device."""
     torch.set_num_threads(args.torch_threads)
@@ -947,8 +949,9 @@ def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
     clock, device, rank = time.perf_counter(), set_up_torch(args), int(os.environ.get("RANK", 0))
     batch_size = args.num_envs * args.num_steps * world_size()
-    at = {"iteration": 0, "global_step": 0, "seconds": 0.0, "batch_size": batch_size, "recent": [], "rows": []}
-    at = SimpleNamespace(**(checkpoint["at"] if checkpoint else at))
+    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[])
+    if checkpoint:
+        at = SimpleNamespace(**checkpoint["at"])
     num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
     if num_iterations <= at.iteration:
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
@@ -1018,6 +1021,8 @@ def main():
             args = tyro.cli(Args, description=__doc__, default=saved)  # what is given again wins
         if args.capture_video:
             import_or_explain("moviepy", "--capture-video")
+            if sys.platform == "linux" and "DISPLAY" not in os.environ:
+                os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import
         if args.evaluate:
             envs, agent, _ = build(args, checkpoint, 1, set_up_torch(args))
             envs.close()
