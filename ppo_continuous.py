@@ -26,9 +26,11 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -172,7 +174,7 @@ class Args:
     device: str = "cpu"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
     compile: bool = True
-    """one compiled graph for each act and each optimiser step; --no-compile starts at once, for short runs"""
+    """one graph for each act and each optimiser step, where there is a C++ compiler; off: starts at once"""
     torch_threads: int = 1
     """threads of PyTorch in each process; small networks get slower with more"""
 
@@ -847,6 +849,7 @@ def set_up_torch(args):
     """Threads, determinism, device and, under torchrun, the process group [X2]. Returns the device."""
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS demands it
     name = args.device
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -890,12 +893,12 @@ def choose_run_dir(args):
     return run_dir
 
 
-def print_header(args, envs, num_iterations, run_dir, device):
+def print_header(args, envs, num_iterations, run_dir, device, compiled):
     minibatch_size = world_size() * args.num_envs * args.num_steps // args.num_minibatches
-    compiled = "compiled: the first iteration takes up to a minute" if args.compile else "not compiled"
     print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
           f"  {envs.single_observation_space.shape[0]} observations, actions {envs.single_action_space}\n"
-          f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s), {compiled}\n"
+          f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s), "
+          f"{'compiled: the first iteration takes up to a minute' if compiled else 'not compiled'}\n"
           f"  {num_iterations} iterations of {args.num_envs} environments x {args.num_steps} steps, at most "
           f"{args.update_epochs} epochs of {args.num_minibatches} minibatches of {minibatch_size}\n"
           f"  folder {run_dir}", flush=True)
@@ -914,11 +917,11 @@ def catch_signals():
     return caught
 
 
-def compile_if(args, device, function):
-    """One compiled graph for the function, except for recurrent agents: episode ends change its shape."""
-    if not args.compile or args.rnn != "none" or device.type == "mps":
-        return function
-    return torch.compile(function, dynamic=False, options={"cpp_wrapper": True})
+def can_compile(args, device):
+    """Compile unless recurrent, as episode ends change the graph, or where there is no C++ compiler."""
+    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
+    tools = device.type == "cuda" or (shutil.which(os.environ.get("CXX", "g++")) and headers)
+    return bool(args.compile and args.rnn == "none" and device.type != "mps" and tools)
 
 
 def restart(envs, agent, rank, iteration):
@@ -961,10 +964,12 @@ def train(args, checkpoint=None):
                          "resume it with as many environments, steps and processes")
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
-    act, step = (compile_if(args, device, function) for function in (agent, train_step))
+    act, step, compiled = agent, train_step, can_compile(args, device)
+    if compiled:
+        act, step = (torch.compile(f, dynamic=False, options={"cpp_wrapper": True}) for f in (act, step))
     log = RunLog(run_dir, args, at.rows) if rank == 0 else None
     if log:
-        print_header(args, envs, num_iterations, run_dir, device)
+        print_header(args, envs, num_iterations, run_dir, device, compiled)
     stream = restart(envs, agent, rank, at.iteration)
     if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
         agent.obs_rms.update(collect(envs, agent, act, stream)[1])
