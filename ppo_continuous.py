@@ -195,7 +195,7 @@ class Args:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            low, high = 0, 1 if name in ("gamma", "gae_lambda") else float("inf")
+            low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, float("inf"))
             if type(getattr(Args, name)) is int and name not in ("seed", "checkpoint_every", "rnn_seq_len"):
                 low = 1
             if isinstance(value, (int, float)) and name != "log_std_init" and not low <= value <= high:
@@ -243,7 +243,8 @@ def make_envs(args, num_envs, video_dir=None):
     def make_env(record):
         if multiprocessing.parent_process() is not None:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs us
-        env = gym.make(args.env_id, render_mode="rgb_array" if record else None, disable_env_checker=True)
+        rendering = {"render_mode": "rgb_array"} if record else {}
+        env = gym.make(args.env_id, disable_env_checker=True, **rendering)
         if record:
             env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0, disable_logger=True)
         space = env.observation_space
@@ -253,13 +254,16 @@ def make_envs(args, num_envs, video_dir=None):
 
     vector = SyncVectorEnv if args.vector_env == "sync" else AsyncVectorEnv
     thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
+    module, _, name = args.env_id.rpartition(":")
     try:
-        if "mujoco" in str(gym.spec(args.env_id).entry_point):  # its warnings once, not num_envs times
+        if module:
+            importlib.import_module(module)
+        if "mujoco" in str(gym.spec(name).entry_point):  # its warnings once, not num_envs times
             import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
         envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
-        close = difflib.get_close_matches(args.env_id, gym.registry, n=3, cutoff=0.5)
-        mend = f"; close names: {', '.join(close)}" if close and args.env_id not in gym.registry else ""
+        close = [] if name in gym.registry else difflib.get_close_matches(name, gym.registry, cutoff=0.5)
+        mend = f"; close names: {', '.join(close)}" if close else ""
         raise UsageError(f"cannot make --env-id {args.env_id}: {str(error).splitlines()[0]}{mend}") from error
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         raise UsageError(f"--env-id {args.env_id}: {envs.single_observation_space} is not a vector")
@@ -284,10 +288,11 @@ def categories(space):
 def action_map(space, args):
     """Function from the policy's actions, a tensor (N, A), to what the environments take."""
     if categories(space):
-        start = np.asarray(getattr(space, "start", 0))
+        start = np.asarray(getattr(space, "start", 0), space.dtype)
         return lambda action: action.cpu().numpy().astype(space.dtype).reshape(-1, *space.shape) + start
     low, high = space.low.flatten(), space.high.flatten()
-    bounded, squash = np.isfinite(low) & np.isfinite(high), args.action_dist == "tanh-normal"
+    bounded = np.maximum(np.abs(low), np.abs(high)) < np.finfo(np.float32).max
+    squash = args.action_dist == "tanh-normal"
     if squash and not bounded.all():
         raise UsageError(f"--action-dist tanh-normal needs bounded actions, these are {space}: use normal")
     scaled = bounded & (squash or args.scale_actions)
@@ -972,7 +977,9 @@ def train(args, checkpoint=None):
         print_header(args, envs, num_iterations, run_dir, device, compiled)
     stream = restart(envs, agent, rank, at.iteration)
     if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
-        agent.obs_rms.update(collect(envs, agent, act, stream)[1])
+        raw_obs = collect(envs, agent, act, stream)[1]
+        check_finite(0, observations=raw_obs)
+        agent.obs_rms.update(raw_obs)
     live, live_seen = {name: getattr(args, name) for name in LIVE}, None
     signals = catch_signals()
     while at.iteration < num_iterations and not signals:

@@ -1,0 +1,88 @@
+"""Scores of finished runs: a row per run as CSV, and a table of means and deviations over seeds.
+
+    python benchmarks/scores.py runs/* --csv benchmarks/results/scores.csv
+    python benchmarks/scores.py benchmarks/results/scores.csv
+"""
+
+import csv
+import json
+import platform
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from ppo_continuous import Args as ScriptArgs
+
+OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
+
+
+@dataclass
+class Args:
+    sources: Annotated[tuple[Path, ...], tyro.conf.Positional]
+    """run folders, or CSV files written by --csv"""
+    csv: Path | None = None
+    """where to write a row per run"""
+
+
+def read_run(folder):
+    """One row from a run folder: what was run, with what, and what came out."""
+    args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
+    command = ["python ppo_continuous.py"]
+    for field in fields(ScriptArgs):
+        value, flag = args[field.name], "--" + field.name.replace("_", "-")
+        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
+            words = " ".join(map(str, value)) if isinstance(value, list) else value
+            negated = "--no-" + flag[2:]
+            command.append((flag if value else negated) if isinstance(value, bool) else f"{flag} {words}")
+    versions = {name: args[name] for name in ("torch", "numpy", "gymnasium")}
+    about = {"command": " ".join(command), **versions, "python": platform.python_version(),
+             "git_commit": args["git_commit"]}
+    return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
+
+
+def print_table(rows):
+    """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's."""
+    groups = defaultdict(list)
+    for row in rows:
+        groups[row["env_id"], row["exp_name"], row["global_step"]].append(row)
+    print("| environment | setting | steps | seeds | deterministic | sampled | each seed |")
+    print("|---|---|---|---|---|---|---|")
+    for (env_id, exp_name, steps), runs in sorted(groups.items()):
+        runs.sort(key=lambda run: int(run["seed"]))
+        evals = np.array([float(run["eval_mean"]) for run in runs])
+        sampled = np.array([float(run["eval_sampled_mean"]) for run in runs])
+        each = ", ".join(f"{value:.0f}" for value in evals)
+        print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} | {evals.mean():.0f} ± {evals.std():.0f} "
+              f"| {sampled.mean():.0f} ± {sampled.std():.0f} | {each} |")
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    rows = []
+    for source in args.sources:
+        if source.suffix == ".csv":
+            with open(source, newline="") as file:
+                rows += csv.DictReader(file)
+        elif (source / "summary.json").exists():
+            rows.append(read_run(source))
+    if not rows:
+        print(f"error: no finished run in {', '.join(map(str, args.sources))}", file=sys.stderr)
+        sys.exit(2)
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+    print_table(rows)
+
+
+if __name__ == "__main__":
+    main()

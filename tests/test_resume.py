@@ -1,0 +1,161 @@
+"""A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
+
+import csv
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent.parent / "ppo_continuous.py"
+# 64 steps an iteration.
+SHORT = """--env-id CartPole-v1 --num-envs 2 --num-steps 32 --num-minibatches 2 --update-epochs 4
+           --eval-episodes 1 --checkpoint-every 2"""
+
+
+def start(folder, flags):
+    shutil.copy(SCRIPT, folder)
+    return subprocess.Popen([sys.executable, SCRIPT.name, *flags.split()], cwd=folder, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == code, out + err
+    return out
+
+
+def poll(process, condition):
+    """Wait until the condition holds. False if the process ended first."""
+    end = time.monotonic() + 240
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < end
+        time.sleep(0.001)  # a checkpoint takes longer to write
+    return True
+
+
+def modified(path):
+    return path.stat().st_mtime_ns if path.exists() else None
+
+
+def kill(process):
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+
+
+def read_metrics(run_dir):
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def check_same(run_dir, expected):
+    """The same weights, optimiser, statistics and metrics, but for the time they took."""
+    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (run_dir, expected))
+    assert one["opt"]["exp_avg"].any() and one["at"]["iteration"] == two["at"]["iteration"]
+    for part in ("agent", "opt"):
+        assert one[part].keys() == two[part].keys()
+        assert [name for name in two[part] if not torch.equal(one[part][name], two[part][name])] == []
+    rows = [read_metrics(folder) for folder in (run_dir, expected)]
+    for row in (*rows[0], *rows[1]):
+        del row["seconds"], row["SPS"]
+    assert rows[0] == rows[1] and len(rows[0]) == one["at"]["iteration"]
+
+
+def train_killed(folder, flags, kills, longest):
+    """Train to the end, but be killed `kills` times, each at most `longest` seconds after a new checkpoint.
+
+    Returns how many kills struck."""
+    rng, path, struck = random.Random(0), folder / "run" / "checkpoint.pt", 0
+    command = f"{flags} --run-dir run"
+    for _ in range(kills):
+        before, process = modified(path), start(folder, command)
+        poll(process, lambda before=before: modified(path) != before)
+        time.sleep(rng.uniform(0, longest))
+        kill(process)
+        struck += process.returncode == -signal.SIGKILL
+        command = "--resume run"
+        if (folder / "run" / "summary.json").exists():
+            return struck
+    finish(start(folder, command))
+    return struck
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A run without interruption, its flags, and the seconds after its first checkpoint."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    flags = f"{SHORT} --no-compile --total-timesteps 3840"
+    finish(start(folder, f"{flags} --run-dir run"))
+    rows = read_metrics(folder / "run")
+    return folder / "run", flags, float(rows[-1]["seconds"]) - float(rows[1]["seconds"])
+
+
+def test_killed_at_random_moments(uninterrupted, tmp_path):
+    expected, flags, duration = uninterrupted
+    assert train_killed(tmp_path, flags, kills=3, longest=duration / 3) >= 2
+    check_same(tmp_path / "run", expected)
+
+
+@pytest.mark.parametrize("flags", [
+    "--no-compile --rnn gru --rnn-seq-len 8 --rnn-hidden 16 --norm-reward --total-timesteps 1280",
+    "--compile --num-steps 16 --total-timesteps 1920",
+], ids=["gru", "compiled"])  # fmt: skip
+def test_killed_once(flags, tmp_path):
+    folders, flags = (tmp_path / "expected", tmp_path / "killed"), f"{SHORT} {flags}"
+    for folder in folders:
+        folder.mkdir()
+    finish(start(folders[0], f"{flags} --run-dir run"))
+    assert train_killed(folders[1], flags, kills=1, longest=0.1) == 1
+    check_same(folders[1] / "run", folders[0] / "run")
+
+
+def test_killed_while_writing_a_checkpoint(tmp_path):
+    """A wide network takes long to write."""
+    flags = f"{SHORT} --no-compile --hidden 1024 1024 --update-epochs 1 --total-timesteps 1280"
+    finish(start(tmp_path, f"{flags} --run-dir expected"))
+    path, half = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "checkpoint.tmp"
+    command = f"{flags} --run-dir run"
+    while not half.exists():
+        process = start(tmp_path, command)
+        assert poll(process, path.exists) and poll(process, half.exists), "the run ended before a kill struck"
+        kill(process)  # too late if the file has got its name by now: try again with the next one
+        command = "--resume run"
+    assert path.exists()
+    finish(start(tmp_path, command))
+    assert not half.exists()
+    check_same(tmp_path / "run", tmp_path / "expected")
+
+
+def test_ctrl_c_saves(uninterrupted, tmp_path):
+    _, flags, _ = uninterrupted
+    log = tmp_path / "run" / "metrics.csv"
+    process = start(tmp_path, f"{flags} --checkpoint-every 1000 --run-dir run")
+    assert poll(process, lambda: log.exists() and log.read_text().count("\n") > 3)
+    process.send_signal(signal.SIGINT)
+    out = finish(process, code=130)
+    assert "--resume run" in out and not (tmp_path / "run" / "summary.json").exists()
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["at"]["global_step"]
+    rows = read_metrics(tmp_path / "run")
+    assert 64 * 3 <= saved == int(rows[-1]["global_step"]) < 3840
+    finish(start(tmp_path, "--resume run"))
+    resumed = read_metrics(tmp_path / "run")
+    assert resumed[: len(rows)] == rows
+    assert [int(row["global_step"]) for row in resumed] == list(range(64, 3841, 64))
+
+
+def test_finished_run_goes_on(uninterrupted, tmp_path):
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    before = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    out = finish(start(tmp_path, "--resume run --total-timesteps 4096"))
+    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert "64 iterations" in out and after["at"]["global_step"] == 4096
+    assert read_metrics(tmp_path / "run")[:60] == read_metrics(uninterrupted[0])
+    assert after["opt"]["count"] > before["opt"]["count"]
+    assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
