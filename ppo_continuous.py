@@ -525,12 +525,12 @@ def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
         advantages = normalize_advantages(advantages)
     logratio = newlogprob - mb["logprobs"]
     ratio = logratio.exp()
-    clipped = torch.maximum(torch.minimum(ratio, 1 + clip_coef), 1 - clip_coef)
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()  # [D8]
     error = ((newvalue - mb["returns"]) / value_std).square()
     if args.clip_vloss:  # [D9]
         change = (newvalue - mb["values"]) / value_std
-        near = mb["values"] + torch.maximum(torch.minimum(change, clip_coef), -clip_coef) * value_std
+        near = mb["values"] + change.clamp(-clip_coef, clip_coef) * value_std
         error = torch.max(error, ((near - mb["returns"]) / value_std).square())
     v_loss = 0.5 * error.mean()
     entropy = entropy.mean()

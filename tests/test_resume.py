@@ -16,11 +16,29 @@ SCRIPT = Path(__file__).parent.parent / "ppo_continuous.py"
 # 64 steps an iteration.
 SHORT = """--env-id CartPole-v1 --num-envs 2 --num-steps 32 --num-minibatches 2 --update-epochs 4
            --eval-episodes 1 --checkpoint-every 2"""
+# Ctrl-C at the end of the third call.
+DRIVER = """
+import os
+import signal
+import ppo_continuous as ppo
+
+calls, function = [], MOMENT
+
+def interrupted(*args):
+    result = function(*args)
+    calls.append(1)
+    if len(calls) == 3:
+        os.kill(os.getpid(), signal.SIGINT)
+    return result
+
+MOMENT = interrupted
+ppo.main()
+"""
 
 
-def start(folder, flags):
+def start(folder, flags, script=SCRIPT.name):
     shutil.copy(SCRIPT, folder)
-    return subprocess.Popen([sys.executable, SCRIPT.name, *flags.split()], cwd=folder, text=True,
+    return subprocess.Popen([sys.executable, script, *flags.split()], cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -133,20 +151,19 @@ def test_killed_while_writing_a_checkpoint(tmp_path):
     check_same(tmp_path / "run", tmp_path / "expected")
 
 
-def test_ctrl_c_saves(uninterrupted, tmp_path):
-    _, flags, _ = uninterrupted
-    log = tmp_path / "run" / "metrics.csv"
-    process = start(tmp_path, f"{flags} --checkpoint-every 1000 --run-dir run")
-    assert poll(process, lambda: log.exists() and log.read_text().count("\n") > 3)
-    process.send_signal(signal.SIGINT)
-    out = finish(process, code=130)
+@pytest.mark.parametrize("moment", ["ppo.update", "ppo.RunLog.log"])
+def test_ctrl_c_saves(moment, uninterrupted, tmp_path):
+    """Also when it comes after an iteration was found to need no checkpoint."""
+    (tmp_path / "driver.py").write_text(DRIVER.replace("MOMENT", moment))
+    flags = f"{uninterrupted[1]} --checkpoint-every 1000"
+    out = finish(start(tmp_path, f"{flags} --run-dir run", "driver.py"), code=130)
     assert "--resume run" in out and not (tmp_path / "run" / "summary.json").exists()
-    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["at"]["global_step"]
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["at"]["iteration"]
     rows = read_metrics(tmp_path / "run")
-    assert 64 * 3 <= saved == int(rows[-1]["global_step"]) < 3840
+    assert saved == len(rows) and saved in (3, 4)
     finish(start(tmp_path, "--resume run"))
     resumed = read_metrics(tmp_path / "run")
-    assert resumed[: len(rows)] == rows
+    assert resumed[:saved] == rows
     assert [int(row["global_step"]) for row in resumed] == list(range(64, 3841, 64))
 
 
