@@ -22,6 +22,7 @@ Optimization", [X1] to [X4] its auxiliary ones: clip annealing, data parallelism
 """
 
 import difflib
+import functools
 import importlib
 import json
 import multiprocessing
@@ -31,6 +32,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass
@@ -195,11 +197,13 @@ class Args:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, float("inf"))
+            low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, sys.float_info.max)
             if type(getattr(Args, name)) is int and name not in ("seed", "checkpoint_every", "rnn_seq_len"):
                 low = 1
             if isinstance(value, (int, float)) and name != "log_std_init" and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
+        if min(self.hidden, default=1) < 1:
+            raise UsageError(f"--hidden {self.hidden} is out of range: give widths from 1")
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len:
             raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")
@@ -316,10 +320,47 @@ def world_size():
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+class SharedSum:
+    """Sums over the processes of one machine through memory that they share.
+
+    gloo's all-reduce puts threads to sleep and wakes them: 1 ms each time, more than a minibatch takes."""
+
+    def __init__(self, size, dtype):
+        path = [None]
+        if dist.get_rank() == 0:
+            file, path[0] = tempfile.mkstemp()
+            os.truncate(file, 2 * world_size() * (8 + size * dtype.itemsize))
+            os.close(file)
+        dist.broadcast_object_list(path)
+        self.turns = np.asarray(np.memmap(path[0], np.int64, "r+", 0, (2, world_size())))
+        self.rows = np.asarray(np.memmap(path[0], dtype, "r+", self.turns.nbytes, (2, world_size(), size)))
+        self.turn, self.rank = 0, dist.get_rank()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.unlink(path[0])  # the memory lives as long as somebody uses it
+
+    def __call__(self, x):
+        self.turn += 1
+        half = self.turn % 2  # one process may be a turn ahead while another still reads the other half
+        self.rows[half, self.rank] = x
+        self.turns[half, self.rank] = self.turn
+        while self.turns[half].min() < self.turn:
+            pass  # to sleep would cost more than the wait
+        return self.rows[half].sum(0)
+
+
+shared_sum = functools.cache(SharedSum)
+
+
+@torch.compiler.disable
 def sum_over_ranks(x):
-    """Sum of a tensor over all processes, in place [X2]."""
-    if world_size() > 1:
-        dist.all_reduce(x)
+    """Sum of a tensor over all processes, the same bits in each [X2]."""
+    if world_size() == 1:
+        return x
+    if x.device.type == "cpu" and os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        x = x.numpy()
+        return torch.as_tensor(shared_sum(x.size, x.dtype)(x.ravel()).reshape(x.shape))
+    dist.all_reduce(x)
     return x
 
 
@@ -396,8 +437,7 @@ class Agent(nn.Module):
         self.critic = mlp([*own, 1], 1.0, args)
 
     def normalize(self, obs):
-        """Environments' observations (..., O), a NumPy array, to the networks' input."""
-        obs = torch.from_numpy(obs)
+        """The environments' observations (..., O) to the networks' input."""
         if self.args.norm_obs:
             obs = (obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()  # [D28]
             if self.args.clip_obs:
@@ -434,6 +474,11 @@ class Agent(nn.Module):
         Drawn for a whole rollout at once: a generator in the compiled graph costs more than the networks."""
         noise = torch.empty(*shape, self.num_outputs, device=self.value_std.device)
         return -noise.exponential_().log() if self.nvec else noise.normal_()
+
+    def act(self, obs, state, starts, mask, noise):
+        """The input made of the environments' observations (N, O), before what forward returns for it."""
+        obs = self.normalize(obs).unsqueeze(0)
+        return obs, *self(obs, state, starts, mask, None, noise)
 
     def forward(self, obs, state, starts, mask=None, action=None, noise=0.0):
         """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
@@ -579,7 +624,8 @@ def train_step(agent, opt, batch, state, index, hyper, metrics):
         return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
 
     grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
-    grad = sum_over_ranks(grad) / world_size()
+    if world_size() > 1:
+        grad = sum_over_ranks(grad) / world_size()
     norm = grad.norm()
     if args.max_grad_norm:
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
@@ -613,21 +659,17 @@ def collect(envs, agent, act, stream):
     """Play num_steps steps [D1].
 
     Returns the rollout, tensors (T, N, ...), raw observations and (return, length) of finished episodes."""
-    steps, raw_obs, cuts, cut_obs, episodes = [], [], [], [], []
-    args, to_tensor = agent.args, lambda x: torch.as_tensor(x, dtype=torch.float32, device=obs.device)
-    for t, noise in enumerate(agent.draw_noise(args.num_steps, 1, envs.num_envs)):
-        obs = agent.normalize(stream.obs)
-        now = obs[None], stream.state, stream.starts, stream.mask
-        action, logprob, _, value, state = act(*now, None, noise)
+    raw_obs, steps, states, results, cuts, cut_obs, episodes = [], [], [], [], [], [], []
+    for t, noise in enumerate(agent.draw_noise(agent.args.num_steps, 1, envs.num_envs)):
         raw_obs.append(stream.obs)
+        now = stream.state, stream.starts, stream.mask
+        obs, action, logprob, _, value, state = act(torch.from_numpy(stream.obs), *now, noise)
         next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         done = terminated | truncated
-        steps.append({
-            "obs": obs, "states": stream.state, "starts": stream.starts[0],
-            "actions": action[0], "logprobs": logprob[0], "values": value[0],
-            "rewards": to_tensor(reward), "done": to_tensor(done),
-            "terminated": to_tensor(terminated if args.truncation_bootstrap else done),
-        } | ({} if stream.mask is None else {"mask": stream.mask[0]}))
+        step = {"obs": obs, "actions": action, "logprobs": logprob, "values": value, "starts": stream.starts}
+        steps.append(step if stream.mask is None else step | {"mask": stream.mask})
+        states.append(stream.state)
+        results.append((reward, terminated if agent.args.truncation_bootstrap else done, done))
         stream.episode_return += reward
         stream.episode_length += 1
         for n in np.flatnonzero(done):
@@ -637,11 +679,14 @@ def collect(envs, agent, act, stream):
                 cuts.append((t, n, state[n]))
                 cut_obs.append(infos["final_obs"][n])
         stream.obs, stream.state, stream.mask = next_obs, state, get_mask(infos, agent)
-        stream.starts = steps[-1]["done"].unsqueeze(0)
-    rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+        stream.starts = torch.as_tensor(done[None], dtype=torch.float32, device=obs.device)
+    rollout = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
+    rollout["states"] = torch.stack(states)
+    results = torch.as_tensor(np.array(results, np.float32), device=obs.device).unbind(1)
+    rollout |= zip(("rewards", "terminated", "done"), results, strict=True)
     # States in which the rollout or an episode was cut: what next_values needs beside the values.
     rollout["cuts"] = torch.tensor([(t, n) for t, n, _ in cuts], dtype=torch.long).view(-1, 2)
-    rollout["cut_obs"] = agent.normalize(np.stack([*stream.obs, *cut_obs]))
+    rollout["cut_obs"] = agent.normalize(torch.from_numpy(np.stack([*stream.obs, *cut_obs])))
     rollout["cut_state"] = torch.stack([*stream.state, *(state for *_, state in cuts)])
     rollout["cut_starts"] = torch.cat([stream.starts, stream.starts.new_zeros(1, len(cuts))], 1)
     return rollout, np.stack(raw_obs), episodes
@@ -725,9 +770,9 @@ def evaluate(agent, greedy, video_dir=None):
     stream = reset_stream(envs, agent, seeds)
     running = np.ones(num_envs, bool)
     while running.any():
-        obs = agent.normalize(stream.obs).unsqueeze(0)
         noise = 0.0 if greedy else agent.draw_noise(1, num_envs)
-        action, *_, stream.state = agent(obs, stream.state, stream.starts, stream.mask, None, noise)
+        now = stream.state, stream.starts, stream.mask
+        _, action, *_, stream.state = agent.act(torch.from_numpy(stream.obs), *now, noise)
         stream.obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         stream.mask = get_mask(infos, agent)
         stream.starts = torch.zeros_like(stream.starts)
@@ -893,8 +938,8 @@ def choose_run_dir(args):
     env_name = args.env_id.replace("/", "_").replace(":", "_")
     name = f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
     run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
-    if not args.resume and (run_dir / "checkpoint.pt").exists():
-        raise UsageError(f"--run-dir {run_dir} holds a run already: --resume it or give another folder")
+    if not args.resume and (run_dir.is_file() or (run_dir / "checkpoint.pt").exists()):
+        raise UsageError(f"--run-dir {run_dir} is a file or holds a run: --resume it or give another folder")
     return run_dir
 
 
@@ -910,16 +955,14 @@ def print_header(args, envs, num_iterations, run_dir, device, compiled):
 
 
 def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM: the iteration ends and is saved. A second one kills."""
+    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
     caught = []
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, catch)
-    return caught
+    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
 def can_compile(args, device):
@@ -969,7 +1012,7 @@ def train(args, checkpoint=None):
                          "resume it with as many environments, steps and processes")
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
-    act, step, compiled = agent, train_step, can_compile(args, device)
+    act, step, compiled = agent.act, train_step, can_compile(args, device)
     if compiled:
         act, step = (torch.compile(f, dynamic=False, options={"cpp_wrapper": True}) for f in (act, step))
     log = RunLog(run_dir, args, at.rows) if rank == 0 else None
@@ -981,8 +1024,8 @@ def train(args, checkpoint=None):
         check_finite(0, observations=raw_obs)
         agent.obs_rms.update(raw_obs)
     live, live_seen = {name: getattr(args, name) for name in LIVE}, None
-    signals = catch_signals()
-    while at.iteration < num_iterations and not signals:
+    (signals, handlers), stop = catch_signals(), False
+    while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
         hyper = schedule(live, 1 - at.iteration / num_iterations, args)
         at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
@@ -992,9 +1035,8 @@ def train(args, checkpoint=None):
         check_finite(at.iteration, **losses)
         agent.obs_rms.update(raw_obs)  # [D28]
         at.recent = (at.recent + episodes)[-100:]
-        if sum_over_ranks(torch.tensor(len(signals))) and not signals:
-            signals.append("another process was told to stop")
-        save = at.iteration % save_every == 0 or at.iteration == num_iterations or bool(signals)
+        stop = bool(sum_over_ranks(torch.tensor(len(signals))))  # all processes, if one was told to
+        save = at.iteration % save_every == 0 or at.iteration == num_iterations or stop
         clock, seconds = time.perf_counter(), time.perf_counter() - clock
         at.seconds += seconds
         if log:
@@ -1004,6 +1046,8 @@ def train(args, checkpoint=None):
             save_checkpoint(run_dir, agent, opt, at)
         if save:
             stream = restart(envs, agent, rank, at.iteration)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
     envs.close()
     return finish(agent, run_dir, at, log, num_iterations) if log else None
 
@@ -1031,6 +1075,8 @@ def main():
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
             args = tyro.cli(Args, description=__doc__, default=saved)  # what is given again wins
+        if args.track:
+            import_or_explain("wandb", "--track")
         if args.capture_video:
             import_or_explain("moviepy", "--capture-video")
             if sys.platform == "linux" and "DISPLAY" not in os.environ:

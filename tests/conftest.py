@@ -35,7 +35,7 @@ def small_agent(env_id, **flags):
     args = small_args(env_id, **flags)
     envs, agent, opt = ppo.build(args, None, args.num_envs, ppo.set_up_torch(args))
     stream = ppo.restart(envs, agent, 0, 0)
-    agent.obs_rms.update(ppo.collect(envs, agent, agent, stream)[1])
+    agent.obs_rms.update(ppo.collect(envs, agent, agent.act, stream)[1])
     return envs, agent, opt, stream
 
 

@@ -56,7 +56,7 @@ def assert_first_minibatch_is_on_policy(envs, agent, opt, stream):
             ppo.train_step(agent, opt, batch, state, index, hyper, metrics)
 
     for _ in range(3):
-        rollout, _, _ = ppo.collect(envs, agent, agent, stream)
+        rollout, _, _ = ppo.collect(envs, agent, agent.act, stream)
         endings += rollout["done"][:-1].sum().item()
         before = weights(agent)
         hyper = hyper_of(agent.args, learning_rate=1e-2, target_kl=None)
@@ -123,7 +123,7 @@ def test_stretches_of_steps_equal_a_loop_with_resets(rnn, rnn_reset):
 def test_recomputed_values_are_those_of_the_rollout(flags):
     envs, agent, _, stream = small_agent("CartPole-v1", num_steps=32, **flags)
     for _ in range(2):
-        rollout, _, episodes = ppo.collect(envs, agent, agent, stream)
+        rollout, _, episodes = ppo.collect(envs, agent, agent.act, stream)
         assert episodes
         with torch.no_grad():
             values = agent.get_value(rollout["obs"], rollout["states"][0], rollout["starts"])
@@ -133,7 +133,7 @@ def test_recomputed_values_are_those_of_the_rollout(flags):
 @pytest.mark.parametrize("rnn_reset", [True, False])
 def test_memory_ends_with_the_episode_unless_reset_is_off(rnn_reset):
     envs, agent, _, stream = small_agent("CartPole-v1", num_steps=64, rnn="gru", rnn_reset=rnn_reset)
-    rollout, _, _ = ppo.collect(envs, agent, agent, stream)
+    rollout, _, _ = ppo.collect(envs, agent, agent.act, stream)
     t, n = rollout["starts"][1:].nonzero()[0] + torch.tensor([1, 0])
     obs, state = rollout["obs"][t, n].view(1, 1, -1), rollout["states"][t, n].unsqueeze(0)
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_gradient_goes_through_time_as_far_as_a_sequence(rnn):
 def test_an_update_changes_every_recurrent_weight(rnn):
     envs, agent, opt, stream = small_agent("Pendulum-v1", rnn=rnn)
     before = {name: p.clone() for name, p in agent.named_parameters()}
-    after_update(agent, opt, stream, ppo.collect(envs, agent, agent, stream)[0])
+    after_update(agent, opt, stream, ppo.collect(envs, agent, agent.act, stream)[0])
     for name, p in agent.named_parameters():
         assert not torch.equal(p, before[name]), name
 
@@ -167,7 +167,7 @@ def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_act
     envs, agent, _, stream = small_agent("Pendulum-v1", log_std_init=1.0, clip_actions=clip_actions)
     played, step = [], envs.step
     envs.step = lambda action: (played.append(action), step(action))[1]
-    rollout, _, _ = ppo.collect(envs, agent, agent, stream)
+    rollout, _, _ = ppo.collect(envs, agent, agent.act, stream)
     actions, played = rollout["actions"].numpy(), np.stack(played)
     assert np.abs(actions).max() > 1.5
     np.testing.assert_allclose(played, 2 * (actions.clip(-1, 1) if clip_actions else actions), rtol=1e-6)
@@ -180,7 +180,7 @@ def test_environments_in_processes_play_the_same_rollout(env_id):
     rollouts = []
     for vector_env in ("sync", "async"):
         envs, agent, _, stream = small_agent(env_id, num_envs=2, vector_env=vector_env)
-        rollouts.append(ppo.collect(envs, agent, agent, stream)[0])
+        rollouts.append(ppo.collect(envs, agent, agent.act, stream)[0])
         envs.close()
     sync, other = rollouts
     assert sync.keys() == other.keys() and ("mask" in sync) == (env_id == "Masked-v0")
@@ -213,7 +213,7 @@ def test_evaluation_plays_one_raw_full_episode_in_each_environment():
 @pytest.mark.parametrize("greedy", [True, False])
 def test_a_reloaded_agent_earns_the_same(tmp_path, env_id, flags, greedy):
     envs, agent, opt, stream = small_agent(env_id, norm_value=True, **flags)
-    after_update(agent, opt, stream, ppo.collect(envs, agent, agent, stream)[0])
+    after_update(agent, opt, stream, ppo.collect(envs, agent, agent.act, stream)[0])
     at = ppo.SimpleNamespace(iteration=1)
     ppo.save_checkpoint(tmp_path, agent, opt, at)
     checkpoint = ppo.load_checkpoint(tmp_path)
@@ -235,7 +235,7 @@ def two_iterations(env_id="Pendulum-v1", **flags):
     live = {name: getattr(agent.args, name) for name in ppo.LIVE}
     for iteration in range(2):
         hyper = ppo.schedule(live, 1 - iteration / 2, agent.args)
-        rollout, raw_obs, _ = ppo.collect(envs, agent, agent, stream)
+        rollout, raw_obs, _ = ppo.collect(envs, agent, agent.act, stream)
         ppo.update(agent, opt, rollout, stream, hyper, ppo.train_step)
         agent.obs_rms.update(raw_obs)
     envs.close()
@@ -305,7 +305,7 @@ def test_networks_have_the_layers_that_their_flags_name(flags, names):
 def test_a_learning_rate_of_almost_0_leaves_the_weights():
     envs, agent, opt, stream = small_agent("Pendulum-v1")
     before = weights(agent)
-    rollout, _, _ = ppo.collect(envs, agent, agent, stream)
+    rollout, _, _ = ppo.collect(envs, agent, agent.act, stream)
     metrics = after_update(agent, opt, stream, rollout, learning_rate=1e-30)
     assert torch.allclose(weights(agent), before, rtol=0, atol=1e-25) and opt["count"] == 8
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6) and metrics["grad_norm"] > 0
@@ -313,7 +313,7 @@ def test_a_learning_rate_of_almost_0_leaves_the_weights():
 
 def test_epochs_stop_after_the_one_that_exceeds_target_kl():
     envs, agent, opt, stream = small_agent("Pendulum-v1", update_epochs=5)
-    rollout, _, _ = ppo.collect(envs, agent, agent, stream)
+    rollout, _, _ = ppo.collect(envs, agent, agent.act, stream)
     for target_kl, epochs in ((1e-9, 1), (1e9, 5), (None, 5)):
         hyper = hyper_of(agent.args, target_kl=target_kl)
         assert ppo.update(agent, opt, rollout, stream, hyper, ppo.train_step)["epochs"] == epochs

@@ -100,7 +100,7 @@ def collect_line(truncate, **flags):
     agent = ppo.Agent(1, envs.single_action_space, args)
     agent.critic = nn.Identity()
     stream = ppo.reset_stream(envs, agent, [0, 1])
-    return agent, ppo.collect(envs, agent, agent, stream)[0]
+    return agent, ppo.collect(envs, agent, agent.act, stream)[0]
 
 
 def test_next_value_is_of_the_final_observation_at_a_truncation():
@@ -156,7 +156,8 @@ def test_running_statistics_stay_float64_when_the_agent_is_moved():
 def test_observations_are_normalised_and_clipped():
     agent = make_agent(obs_dim=2, clip_obs=1.5)
     agent.obs_rms.mean[:], agent.obs_rms.var[:] = torch.tensor([1.0, 5.0]), torch.tensor([4.0, 0.01])
-    torch.testing.assert_close(agent.normalize(np.array([[3.0, 6.0]])), torch.tensor([[1.0, 1.5]]))
+    obs = torch.tensor([[3.0, 6.0]], dtype=torch.float64)
+    torch.testing.assert_close(agent.normalize(obs), torch.tensor([[1.0, 1.5]]))
 
 
 def test_rewards_are_over_the_deviation_of_the_discounted_return():

@@ -20,7 +20,7 @@ FAST = {"num_envs": 16, "num_steps": 16, "update_epochs": 4, "learning_rate": 5e
 
 def values(agent, obs):
     """Values of a feed-forward agent for observations (M, O)."""
-    obs = agent.normalize(np.asarray(obs, np.float32)).unsqueeze(0)
+    obs = agent.normalize(torch.tensor(obs)).unsqueeze(0)
     with torch.no_grad():
         return agent.get_value(obs, torch.zeros(obs.shape[1], 0), torch.zeros(obs.shape[:2]))[0]
 
@@ -75,7 +75,7 @@ def test_masked_choices_are_learned_and_forbidden_ones_never_played(tmp_path):
     agent, _ = trained(tmp_path, "Masked-v0", **FAST)  # a forbidden action would have raised
     allowed = list(combinations(range(4), 2))
     mask = torch.tensor([[[i in pair for i in range(4)] for pair in allowed]])
-    obs = agent.normalize(np.zeros((1, len(allowed), 1), np.float32))
+    obs = agent.normalize(torch.zeros(1, len(allowed), 1))
     action, *_ = agent(obs, torch.zeros(len(allowed), 0), torch.zeros(1, len(allowed)), mask)
     assert action.flatten().tolist() == [max(pair) for pair in allowed]
 
