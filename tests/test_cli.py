@@ -246,7 +246,7 @@ def other_script(path):
     (None, "--resume run --hidden 32 --total-timesteps 256", "the checkpoint's networks"),
     (None, "--resume run --num-envs 4 --total-timesteps 256", "32 steps, not 64"),
     (None, "--resume run", "leaves no rollout of 32 steps after the 128 that are done"),
-    (None, f"{SHORT} --run-dir run", "--run-dir run holds a run already: --resume it"),
+    (None, f"{SHORT} --run-dir run", "--run-dir run is a file or holds a run: --resume it"),
 ])  # fmt: skip
 def test_bad_run_folder(spoil, flags, words, cartpole, tmp_path, monkeypatch, capsys):
     shutil.copytree(cartpole[0], tmp_path / "run")
