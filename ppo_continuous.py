@@ -250,6 +250,9 @@ def make_envs(args, num_envs, video_dir=None):
         rendering = {"render_mode": "rgb_array"} if record else {}
         env = gym.make(args.env_id, disable_env_checker=True, **rendering)
         if record:
+            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # or the agent runs out of sight
+                mujoco = importlib.import_module("mujoco")
+                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
             env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0, disable_logger=True)
         space = env.observation_space
         if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
