@@ -185,7 +185,7 @@ def test_adam_step_is_pytorchs_adam():
     start = torch.randn(50)
     parameter = nn.Parameter(start.clone())
     opt = {"params": start.clone(), "exp_avg": torch.zeros(50), "exp_avg_sq": torch.zeros(50),
-           "count": torch.zeros(())}
+           "bias": torch.zeros(2)}
     adam = torch.optim.Adam([parameter], eps=1e-5)
     for i in range(10):
         grad = torch.randn(50) * 10 ** -(i % 5)
