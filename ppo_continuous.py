@@ -25,6 +25,7 @@ import difflib
 import functools
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -329,25 +330,21 @@ class SharedSum:
     gloo's all-reduce puts threads to sleep and wakes them: 1 ms each time, more than a minibatch takes."""
 
     def __init__(self, size, dtype):
-        path = [None]
-        if dist.get_rank() == 0:
-            file, path[0] = tempfile.mkstemp()
-            os.truncate(file, 2 * world_size() * (8 + size * dtype.itemsize))
-            os.close(file)
-        dist.broadcast_object_list(path)
-        self.turns = np.asarray(np.memmap(path[0], np.int64, "r+", 0, (2, world_size())))
-        self.rows = np.asarray(np.memmap(path[0], dtype, "r+", self.turns.nbytes, (2, world_size(), size)))
-        self.turn, self.rank = 0, dist.get_rank()
-        dist.barrier()
-        if dist.get_rank() == 0:
-            os.unlink(path[0])  # the memory lives as long as somebody uses it
+        shape = (2, world_size(), 1 + size)
+        with tempfile.NamedTemporaryFile() as file:
+            path = [file.name]
+            dist.broadcast_object_list(path)
+            memory = torch.from_file(path[0], shared=True, size=math.prod(shape), dtype=dtype)
+            dist.barrier()  # after that the file may go: the memory lives as long as somebody uses it
+        self.turn, self.rank, memory = 0, dist.get_rank(), memory.view(shape).numpy()
+        self.turns, self.rows = memory[..., 0], memory[..., 1:]
 
     def __call__(self, x):
-        self.turn += 1
+        self.turn = (self.turn + 1) % 2**20  # float32 is exact so far
         half = self.turn % 2  # one process may be a turn ahead while another still reads the other half
         self.rows[half, self.rank] = x
         self.turns[half, self.rank] = self.turn
-        while self.turns[half].min() < self.turn:
+        while (self.turns[half] != self.turn).any():
             pass  # to sleep would cost more than the wait
         return self.rows[half].sum(0)
 
@@ -361,8 +358,8 @@ def sum_over_ranks(x):
     if world_size() == 1:
         return x
     if x.device.type == "cpu" and os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        x = x.numpy()
-        return torch.as_tensor(shared_sum(x.size, x.dtype)(x.ravel()).reshape(x.shape))
+        total = shared_sum(x.numel(), x.dtype)(x.numpy().ravel())
+        return torch.as_tensor(total).view(x.shape)
     dist.all_reduce(x)
     return x
 
@@ -816,11 +813,13 @@ def load_checkpoint(run_dir):
         raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script = checkpoint["script"]
+        script, saved = checkpoint["script"], checkpoint["args"]
     except Exception as error:
         raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if script != SCRIPT:
         raise UsageError(f"{path} was written by {script}.py: use that script")
+    if saved.keys() != vars(Args()).keys():
+        raise UsageError(f"{path} was written by a {SCRIPT}.py with other flags: use that one")
     return checkpoint
 
 
@@ -925,13 +924,11 @@ def build(args, checkpoint, num_envs, device):
     agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
     opt = flatten_parameters(agent)
     if checkpoint:
-        if args.env_id != checkpoint["args"]["env_id"]:
-            raise UsageError(f"--env-id {args.env_id}: the checkpoint is of {checkpoint['args']['env_id']}")
         try:
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as error:
             reason = str(error).splitlines()[-1].strip()
-            raise UsageError(f"the checkpoint's networks have other shapes: {reason}") from error
+            raise UsageError(f"the checkpoint is of an environment with other spaces: {reason}") from error
         for name, value in opt.items():
             value.copy_(checkpoint["opt"][name])
     return envs, agent, opt
@@ -1013,7 +1010,7 @@ def train(args, checkpoint=None):
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
         raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
-                         "resume it with as many environments, steps and processes")
+                         "resume it with as many processes")
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     act, step, compiled = agent.act, train_step, can_compile(args, device)
@@ -1075,13 +1072,22 @@ def finish(agent, run_dir, at, log, num_iterations):
     return summary
 
 
+# What may be given again with --resume and --evaluate.
+FREE = {"resume", "evaluate", "total_timesteps", "eval_episodes", "vector_env", "device", "compile",
+        "torch_threads", "track", "wandb_project_name", "wandb_entity", "capture_video"}
+
+
 def main():
     try:
         args, checkpoint = tyro.cli(Args, description=__doc__), None
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
-            args = tyro.cli(Args, description=__doc__, default=saved)  # what is given again wins
+            args = tyro.cli(Args, description=__doc__, default=saved)
+            for name in vars(args).keys() - FREE:
+                if getattr(args, name) != getattr(saved, name):
+                    raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: the run has "
+                                     f"{getattr(saved, name)}, and goes on under its own flags")
         if args.track:
             import_or_explain("wandb", "--track")
         if args.capture_video:

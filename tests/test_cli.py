@@ -234,6 +234,24 @@ def other_script(path):
     torch.save(torch.load(path, weights_only=True) | {"script": "ppo_atari"}, path)
 
 
+def other_flags(path):
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["args"]["unknown"] = 1
+    torch.save(checkpoint, path)
+
+
+def other_spaces(path):
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["args"]["env_id"] = "Acrobot-v1"
+    torch.save(checkpoint, path)
+
+
+def other_batch(path):
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["at"]["batch_size"] *= 2
+    torch.save(checkpoint, path)
+
+
 @pytest.mark.parametrize(("spoil", "flags", "words"), [
     (Path.unlink, "--resume run", "no checkpoint run/checkpoint.pt"),
     (truncate, "--resume run", "run/checkpoint.pt is damaged"),
@@ -241,10 +259,12 @@ def other_script(path):
     (lambda path: path.write_bytes(b"noise"), "--resume run", "run/checkpoint.pt is damaged"),
     (lambda path: torch.save([1, 2], path), "--resume run", "run/checkpoint.pt is damaged"),
     (other_script, "--resume run", "was written by ppo_atari.py: use that script"),
-    (None, "--resume run --env-id Pendulum-v1 --total-timesteps 256", "checkpoint is of CartPole-v1"),
-    (None, "--evaluate run --env-id Acrobot-v1", "checkpoint is of CartPole-v1"),
-    (None, "--resume run --hidden 32 --total-timesteps 256", "the checkpoint's networks"),
-    (None, "--resume run --num-envs 4 --total-timesteps 256", "32 steps, not 64"),
+    (None, "--resume run --env-id Pendulum-v1", "--env-id Pendulum-v1: the run has CartPole-v1"),
+    (None, "--evaluate run --env-id Acrobot-v1", "--env-id Acrobot-v1: the run has CartPole-v1"),
+    (None, "--resume run --activation relu --total-timesteps 256", "--activation relu: the run has tanh"),
+    (other_flags, "--resume run", "was written by a ppo_continuous.py with other flags"),
+    (other_spaces, "--resume run --total-timesteps 256", "an environment with other spaces: size mismatch"),
+    (other_batch, "--resume run --total-timesteps 256", "64 steps, not 32: resume it with as many processes"),
     (None, "--resume run", "leaves no rollout of 32 steps after the 128 that are done"),
     (None, f"{SHORT} --run-dir run", "--run-dir run is a file or holds a run: --resume it"),
 ])  # fmt: skip
