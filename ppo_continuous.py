@@ -275,6 +275,8 @@ def make_envs(args, num_envs, video_dir=None):
         raise UsageError(f"cannot make --env-id {args.env_id}: {str(error).splitlines()[0]}{mend}") from error
     if not isinstance(envs.single_observation_space, gym.spaces.Box):
         raise UsageError(f"--env-id {args.env_id}: {envs.single_observation_space} is not a vector")
+    if args.capture_video and "rgb_array" not in envs.metadata.get("render_modes", []):
+        raise UsageError(f"--capture-video: {args.env_id} does not render pictures")
     return envs
 
 

@@ -6,7 +6,9 @@
 
 import csv
 import json
+import os
 import platform
+import re
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, fields
@@ -30,6 +32,13 @@ class Args:
     """where to write a row per run"""
 
 
+def machine():
+    """Processor and number of cores of this machine, which should be the one of the runs."""
+    info = Path("/proc/cpuinfo")
+    name = re.search("^model name.*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return f"{os.cpu_count()} cores of {name[1] if name else platform.processor()}"
+
+
 def read_run(folder):
     """One row from a run folder: what was run, with what, and what came out."""
     args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
@@ -43,7 +52,7 @@ def read_run(folder):
             command.append((flag if value else negated) if isinstance(value, bool) else f"{flag} {words}")
     versions = {name: args[name] for name in ("torch", "numpy", "gymnasium")}
     about = {"command": " ".join(command), **versions, "python": platform.python_version(),
-             "git_commit": args["git_commit"]}
+             "machine": machine(), "git_commit": args["git_commit"]}
     return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
 
 

@@ -167,7 +167,7 @@ class Odd(gym.Env):
         self.action_space = action or gym.spaces.Discrete(2)
 
 
-for name, spaces in {"OddObs-v0": {"obs": gym.spaces.Sequence(gym.spaces.Discrete(3))},
+for name, spaces in {"Blind-v0": {}, "OddObs-v0": {"obs": gym.spaces.Sequence(gym.spaces.Discrete(3))},
                      "OddAction-v0": {"action": gym.spaces.Dict(a=gym.spaces.Discrete(2))},
                      "IntAction-v0": {"action": gym.spaces.Box(0, 3, (2,), int)}}.items():
     gym.register(name, Odd, kwargs=spaces)
@@ -196,6 +196,7 @@ def refused(flags, folder, monkeypatch, capsys):
     ("--env-id no_such_module:Env-v0", "cannot make --env-id no_such_module:Env-v0"),
     ("--env-id OddObs-v0", "--env-id OddObs-v0"),
     ("--env-id OddAction-v0", "are not supported"),
+    ("--env-id Blind-v0 --capture-video", "--capture-video: Blind-v0 does not render pictures"),
     ("--env-id IntAction-v0", "are not supported"),
     ("--env-id MountainCarContinuous-v0 --num-ens 3", "--num-envs"),
     ("--rnn rnn", "rnn"),
