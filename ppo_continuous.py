@@ -145,7 +145,7 @@ class Args:
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
     """longest joint gradient of all parameters; 0: no limit [D11]"""
-    target_kl: float | None = 0.05
+    target_kl: float | None = 0.03
     """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
@@ -157,8 +157,10 @@ class Args:
     """between the layers [D26]"""
     action_dist: Literal["normal", "tanh-normal"] = "normal"
     """continuous actions: independent Gaussians, or Gaussians squashed into the bounds by tanh [D23, D25]"""
-    log_std_init: float = -0.5
+    log_std_init: float = -1.0
     """initial log of the Gaussian's deviation, in the policy's units [D24]"""
+    learn_std: bool = True
+    """the deviation is learned; off: it stays, which keeps exploring and lifts HalfCheetah [D24]"""
     state_dependent_std: bool = False
     """the network gives the deviation too; off: a free parameter for each action component [D24]"""
     mask_actions: bool = True
@@ -430,7 +432,8 @@ class Agent(nn.Module):
             self.state_size = args.rnn_hidden * (2 if args.rnn == "lstm" else 1)
         self.num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
         if not self.nvec and not args.state_dependent_std:
-            self.log_std = nn.Parameter(torch.full((self.num_outputs,), args.log_std_init))  # [D24]
+            log_std = torch.full((self.num_outputs,), args.log_std_init)
+            self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
         shared = [features, *args.hidden] if args.share_network else [features]  # [D13]
         own = [shared[-1]] if args.share_network else [features, *args.hidden]
         self.trunk = mlp(shared, None, args)

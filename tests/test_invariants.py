@@ -14,6 +14,7 @@ PENDULUM_ACTIONS = Box(-2, 2, (1,))
 AGENTS = {
     "feed-forward": {},
     "shared network": {"share_network": True},
+    "fixed deviation": {"learn_std": False},
     "state-dependent deviation": {"state_dependent_std": True},
     "tanh-normal": {"action_dist": "tanh-normal"},
     "gru": {"rnn": "gru"},
@@ -292,6 +293,7 @@ def test_flags_change_nothing_but_what_they_name(base, flip):
 @pytest.mark.parametrize("flags, names", [
     ({}, "actor.0 actor.2 actor.4 critic.0 critic.2 critic.4 log_std"),
     ({"share_network": True}, "actor.0 critic.0 log_std trunk.0 trunk.2"),
+    ({"learn_std": False, "hidden": ()}, "actor.0 critic.0"),
     ({"state_dependent_std": True, "hidden": ()}, "actor.0 critic.0"),
     ({"rnn": "gru", "hidden": (8,)}, "actor.0 actor.2 critic.0 critic.2 log_std rnn"),
 ], ids=str)
