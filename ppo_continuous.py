@@ -140,7 +140,7 @@ class Args:
     clip_vloss: bool = False
     """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
     ent_coef: float = 0.0
-    """weight of the entropy bonus; 0.01 helps discrete actions, nothing needed for continuous ones [D10]"""
+    """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
     vf_coef: float = 0.5
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
@@ -159,8 +159,8 @@ class Args:
     """continuous actions: independent Gaussians, or Gaussians squashed into the bounds by tanh [D23, D25]"""
     log_std_init: float = -1.0
     """initial log of the Gaussian's deviation, in the policy's units [D24]"""
-    learn_std: bool = True
-    """the deviation is learned; off: it stays, which keeps exploring and lifts HalfCheetah [D24]"""
+    learn_std: bool = False
+    """learn the deviation too, as is usual; a fixed one explores to the end, which only Ant pays for [D24]"""
     state_dependent_std: bool = False
     """the network gives the deviation too; off: a free parameter for each action component [D24]"""
     mask_actions: bool = True

@@ -44,7 +44,7 @@ def read_run(folder):
     args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
     command = ["python ppo_continuous.py"]
     for field in fields(ScriptArgs):
-        value, flag = args.get(field.name, field.default), "--" + field.name.replace("_", "-")
+        value, flag = args[field.name], "--" + field.name.replace("_", "-")
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
             words = " ".join(map(str, value)) if isinstance(value, list) else value

@@ -14,7 +14,7 @@ PENDULUM_ACTIONS = Box(-2, 2, (1,))
 AGENTS = {
     "feed-forward": {},
     "shared network": {"share_network": True},
-    "fixed deviation": {"learn_std": False},
+    "learned deviation": {"learn_std": True},
     "state-dependent deviation": {"state_dependent_std": True},
     "tanh-normal": {"action_dist": "tanh-normal"},
     "gru": {"rnn": "gru"},
@@ -259,7 +259,8 @@ FLIPS = [
     (PENDULUM, {"update_epochs": 3}), (PENDULUM, {"norm_adv": False}),
     (PENDULUM, {"norm_adv_scope": "batch"}), (PENDULUM, {"clip_coef": 0.02}),
     (FEW_CLIPS, {"anneal_clip": True}), (FEW_CLIPS, {"clip_vloss": True}),
-    (PENDULUM, {"ent_coef": 0.1}), (PENDULUM, {"vf_coef": 0.1}), (PENDULUM, {"max_grad_norm": 0.0}),
+    (PENDULUM | {"learn_std": True}, {"ent_coef": 0.1}), (PENDULUM, {"vf_coef": 0.1}),
+    (PENDULUM, {"max_grad_norm": 0.0}),
     (PENDULUM, {"target_kl": 1e-6}), (PENDULUM, {"norm_value": False}), (PENDULUM, {"activation": "relu"}),
     (PENDULUM, {"action_dist": "tanh-normal"}), (PENDULUM, {"log_std_init": 0.0}),
     (GRU, {"rnn_reset": False}), (GRU, {"rnn_seq_len": 16}), (GRU, {"rnn_seq_len": 1}),
@@ -291,11 +292,11 @@ def test_flags_change_nothing_but_what_they_name(base, flip):
 
 
 @pytest.mark.parametrize("flags, names", [
-    ({}, "actor.0 actor.2 actor.4 critic.0 critic.2 critic.4 log_std"),
-    ({"share_network": True}, "actor.0 critic.0 log_std trunk.0 trunk.2"),
-    ({"learn_std": False, "hidden": ()}, "actor.0 critic.0"),
+    ({}, "actor.0 actor.2 actor.4 critic.0 critic.2 critic.4"),
+    ({"share_network": True}, "actor.0 critic.0 trunk.0 trunk.2"),
+    ({"learn_std": True, "hidden": ()}, "actor.0 critic.0 log_std"),
     ({"state_dependent_std": True, "hidden": ()}, "actor.0 critic.0"),
-    ({"rnn": "gru", "hidden": (8,)}, "actor.0 actor.2 critic.0 critic.2 log_std rnn"),
+    ({"rnn": "gru", "hidden": (8,)}, "actor.0 actor.2 critic.0 critic.2 rnn"),
 ], ids=str)
 def test_networks_have_the_layers_that_their_flags_name(flags, names):
     agent = ppo.Agent(3, PENDULUM_ACTIONS, small_args("unused", **flags))
