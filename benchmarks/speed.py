@@ -32,7 +32,8 @@ OURS = f"""
     --num-steps {NUM_STEPS} --num-minibatches {MINIBATCHES} --update-epochs 10 --learning-rate 3e-4
     --no-anneal-lr --gamma 0.99 --gae-lambda 0.95 --clip-coef 0.2 --no-clip-vloss --ent-coef 0 --vf-coef 0.5
     --max-grad-norm 0.5 --target-kl None --no-recompute-adv --no-norm-value --norm-obs --norm-reward
-    --hidden 64 64 --activation tanh --device cpu --eval-episodes 1 --checkpoint-every 1000000
+    --hidden 64 64 --activation tanh --learn-std --log-std-init 0 --device cpu
+    --eval-episodes 1 --checkpoint-every 1000000
 """.split()  # no checkpoints: in a run this short there would be one in every iteration, and SB3 writes none
 RATES = ("ours", "torchrun", "sb3", "raw")
 RATIOS = (("ours", "sb3"), ("torchrun", "sb3"), ("ours", "raw"))
