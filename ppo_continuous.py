@@ -162,7 +162,7 @@ class Args:
     learn_std: bool = False
     """learn the deviation too, as is usual; a fixed one explores to the end, which only Ant pays for [D24]"""
     state_dependent_std: bool = False
-    """the network gives the deviation too; off: a free parameter for each action component [D24]"""
+    """the network gives the deviation too, learned; off: one for each action component, of any state [D24]"""
     mask_actions: bool = True
     """actions that info["action_mask"] forbids get probability 0, where an environment gives it [X4]"""
     rnn: Literal["none", "gru", "lstm"] = "none"
