@@ -160,7 +160,7 @@ class Args:
     log_std_init: float = -1.0
     """initial log of the Gaussian's deviation, in the policy's units [D24]"""
     learn_std: bool = False
-    """learn the deviation too, as is usual; a fixed one explores to the end, which suits not Ant [D24]"""
+    """learn the deviation too, as is usual; a fixed one explores to the end, which does not suit Ant [D24]"""
     state_dependent_std: bool = False
     """the network gives the deviation too, learned; off: one for each action component, of any state [D24]"""
     mask_actions: bool = True
