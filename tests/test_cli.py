@@ -335,8 +335,9 @@ def test_compiled_run_agrees_with_eager(cartpole, tmp_path):
         assert float(compiled[0][name]) == pytest.approx(float(eager[0][name]), rel=1e-2, abs=1e-5), name
 
 
-def test_async_environments_give_the_same_weights(cartpole, tmp_path):
-    run(tmp_path, f"{SHORT} --vector-env async --run-dir run")
+@pytest.mark.parametrize("vector_env", ["thread", "async"])
+def test_environments_at_the_same_time_give_the_same_weights(cartpole, tmp_path, vector_env):
+    run(tmp_path, f"{SHORT} --vector-env {vector_env} --run-dir run")
     params = [load(run_dir)["opt"]["params"] for run_dir in (tmp_path / "run", cartpole[0])]
     assert torch.equal(*params)
 

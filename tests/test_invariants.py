@@ -177,15 +177,16 @@ def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_act
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1", "Masked-v0"])
-def test_environments_in_processes_play_the_same_rollout(env_id):
+def test_environments_in_threads_and_processes_play_the_same_rollout(env_id):
     rollouts = []
-    for vector_env in ("sync", "async"):
+    for vector_env in ("sync", "thread", "async"):
         envs, agent, _, stream = small_agent(env_id, num_envs=2, vector_env=vector_env)
         rollouts.append(ppo.collect(envs, agent, agent.act, stream)[0])
         envs.close()
-    sync, other = rollouts
-    assert sync.keys() == other.keys() and ("mask" in sync) == (env_id == "Masked-v0")
-    assert all(torch.equal(sync[name], other[name]) for name in sync)
+    sync, *others = rollouts
+    assert ("mask" in sync) == (env_id == "Masked-v0")
+    for other in others:
+        assert sync.keys() == other.keys() and all(torch.equal(sync[name], other[name]) for name in sync)
 
 
 def test_training_counts_every_observation_and_those_of_one_rollout_before(tmp_path):
