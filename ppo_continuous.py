@@ -21,6 +21,7 @@ Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation
 Optimization", [X1] to [X4] its auxiliary ones: clip annealing, data parallelism, early stop, action masks.
 """
 
+import atexit
 import difflib
 import functools
 import importlib
@@ -87,7 +88,7 @@ class Args:
     env_id: str = "HalfCheetah-v5"
     """any Gymnasium id, also module:Env-v0; observations that are no vector are flattened"""
     total_timesteps: int = 1_000_000
-    """environment steps over all environments and processes; rounded down to whole rollouts"""
+    """environment steps over all environments and processes; in whole rollouts"""
     num_envs: int = 16
     """environments per process, stepped together and never reset between rollouts [D1]"""
     num_steps: int = 64
@@ -269,7 +270,10 @@ class ThreadVectorEnv(SyncVectorEnv):
         return super().step(actions)
 
 
-def make_envs(args, num_envs, video_dir=None):
+VECTORS = {"sync": SyncVectorEnv, "thread": ThreadVectorEnv, "async": AsyncVectorEnv}
+
+
+def make_envs(args, num_envs, video_dir=None, vector=SyncVectorEnv, autoreset=AutoresetMode.SAME_STEP):
     """Vector of environments with flat observations; the first is recorded where there is a `video_dir`."""
 
     def make_env(record):
@@ -287,7 +291,6 @@ def make_envs(args, num_envs, video_dir=None):
             env = gym.wrappers.FlattenObservation(env)
         return SlimInfo(env)
 
-    vector = {"sync": SyncVectorEnv, "thread": ThreadVectorEnv, "async": AsyncVectorEnv}[args.vector_env]
     thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
     module, _, name = args.env_id.rpartition(":")
     try:
@@ -295,7 +298,7 @@ def make_envs(args, num_envs, video_dir=None):
             importlib.import_module(module)
         if "mujoco" in str(gym.spec(name).entry_point):  # its warnings once, not num_envs times
             import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
-        envs = vector(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = vector(thunks, autoreset_mode=autoreset)
     except (gym.error.Error, ImportError, NotImplementedError) as error:
         close = [] if name in gym.registry else difflib.get_close_matches(name, gym.registry, cutoff=0.5)
         mend = f"; close names: {', '.join(close)}" if close else ""
@@ -588,6 +591,7 @@ def normalize_advantages(advantages):
 
 # [D12]
 METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
+LOGGED = (*METRICS, "explained_variance", "epochs")
 
 
 def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
@@ -795,7 +799,7 @@ EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
 def evaluate(agent, greedy, video_dir=None):
     """Raw returns of one full episode in each of eval_episodes environments, statistics frozen."""
     args, num_envs = agent.args, agent.args.eval_episodes
-    envs = make_envs(args, num_envs, video_dir)
+    envs = make_envs(args, num_envs, video_dir, VECTORS[args.vector_env])
     seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
     torch.manual_seed(seeds.pop())
     stream = reset_stream(envs, agent, seeds)
@@ -825,10 +829,10 @@ def report_evaluation(agent, run_dir):
     return summary
 
 
-def save_checkpoint(run_dir, agent, opt, at):
+def save_checkpoint(run_dir, agent, at, **state):
     """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
-    content = {"script": SCRIPT, "args": asdict(agent.args), "at": vars(at), "opt": opt}
-    content["agent"] = agent.state_dict()
+    content = {"script": SCRIPT, "args": asdict(agent.args), "at": vars(at), "agent": agent.state_dict()}
+    content |= state
     with open(run_dir / "checkpoint.tmp", "wb") as file:
         torch.save(content, file)
         file.flush()
@@ -860,7 +864,7 @@ class RunLog:
     """metrics.csv, TensorBoard, Weights & Biases and the console of a run that goes on after `rows`."""
 
     CHARTS = ("episodic_return", "episodic_length", "learning_rate", "SPS")
-    COLUMNS = ("global_step", "seconds", *CHARTS, *METRICS, "explained_variance", "epochs")
+    COLUMNS = ("global_step", "seconds", *CHARTS, *LOGGED)
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
@@ -929,7 +933,7 @@ def read_live(path, seen, values, global_step):
 
 
 def set_up_torch(args):
-    """Threads, determinism, device and, under torchrun, the process group [X2]. Returns the device."""
+    """Threads and determinism. Returns the device."""
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS demands it
@@ -939,17 +943,22 @@ def set_up_torch(args):
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
-        device = torch.zeros(1, device=name).device
+        return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+
+
+def join_processes(device):
+    """The process group under torchrun [X2]. Returns this process's rank."""
     if "WORLD_SIZE" in os.environ and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    return device
+        atexit.register(dist.destroy_process_group)
+    return int(os.environ.get("RANK", 0))
 
 
 def build(args, checkpoint, num_envs, device):
     """Environments, agent and optimiser state, new or as the checkpoint has them."""
-    envs = make_envs(args, num_envs)
+    envs = make_envs(args, num_envs, vector=VECTORS[args.vector_env])
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
     opt = flatten_parameters(agent)
@@ -997,10 +1006,10 @@ def catch_signals():
 
 
 def can_compile(args, device):
-    """Compile unless recurrent, as episode ends change the graph, or where there is no C++ compiler."""
+    """Whether --compile is given and there is a C++ compiler."""
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
     tools = device.type == "cuda" or (shutil.which(os.environ.get("CXX", "g++")) and headers)
-    return bool(args.compile and args.rnn == "none" and device.type != "mps" and tools)
+    return bool(args.compile and device.type != "mps" and tools)
 
 
 def restart(envs, agent, rank, iteration):
@@ -1029,7 +1038,8 @@ def check_finite(iteration, **quantities):
 
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
-    clock, device, rank = time.perf_counter(), set_up_torch(args), int(os.environ.get("RANK", 0))
+    clock, device = time.perf_counter(), set_up_torch(args)
+    rank = join_processes(device)
     batch_size = args.num_envs * args.num_steps * world_size()
     at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[])
     if checkpoint:
@@ -1043,7 +1053,8 @@ def train(args, checkpoint=None):
                          "resume it with as many processes")
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
-    act, step, compiled = agent.act, train_step, can_compile(args, device)
+    act, step = agent.act, train_step
+    compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
     if compiled:
         act = torch.compile(act, dynamic=False, options={"cpp_wrapper": True})
         # Nothing of a step ever changes but the tensors: to check that first would take 10 % of it.
@@ -1077,7 +1088,7 @@ def train(args, checkpoint=None):
             losses |= {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}
             log.log(at, losses, save)
         if save and log:
-            save_checkpoint(run_dir, agent, opt, at)
+            save_checkpoint(run_dir, agent, at, opt=opt)
         if save:
             stream = restart(envs, agent, rank, at.iteration)
     for signum, handler in handlers.items():
@@ -1102,6 +1113,12 @@ def finish(agent, run_dir, at, log, num_iterations):
     return summary
 
 
+def evaluate_run(args, checkpoint):
+    envs, agent, _ = build(args, checkpoint, 1, set_up_torch(args))
+    envs.close()
+    report_evaluation(agent, Path(args.evaluate))
+
+
 # What may be given again with --resume and --evaluate.
 FREE = {"resume", "evaluate", "total_timesteps", "eval_episodes", "vector_env", "device", "compile",
         "torch_threads", "track", "wandb_project_name", "wandb_entity", "capture_video"}
@@ -1124,18 +1141,10 @@ def main():
             import_or_explain("moviepy", "--capture-video")
             if sys.platform == "linux" and "DISPLAY" not in os.environ:
                 os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import
-        if args.evaluate:
-            envs, agent, _ = build(args, checkpoint, 1, set_up_torch(args))
-            envs.close()
-            report_evaluation(agent, Path(args.evaluate))
-        else:
-            train(args, checkpoint)
+        evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

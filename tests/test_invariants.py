@@ -217,7 +217,7 @@ def test_a_reloaded_agent_earns_the_same(tmp_path, env_id, flags, greedy):
     envs, agent, opt, stream = small_agent(env_id, norm_value=True, **flags)
     after_update(agent, opt, stream, ppo.collect(envs, agent, agent.act, stream)[0])
     at = ppo.SimpleNamespace(iteration=1)
-    ppo.save_checkpoint(tmp_path, agent, opt, at)
+    ppo.save_checkpoint(tmp_path, agent, at, opt=opt)
     checkpoint = ppo.load_checkpoint(tmp_path)
     _, again, opt_again = ppo.build(ppo.Args(**checkpoint["args"]), checkpoint, 1, torch.device("cpu"))
     assert torch.equal(weights(again), weights(agent)) and checkpoint["at"] == {"iteration": 1}
