@@ -871,7 +871,8 @@ class RunLog:
         run_dir.mkdir(parents=True, exist_ok=True)
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        about = {m.__name__: m.__version__ for m in (torch, np, gym)} | {"git_commit": commit or None}
+        about = {m.__name__: m.__version__ for m in (torch, np, gym)}
+        about |= {"git_commit": commit or None, "script": SCRIPT}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import_or_explain("wandb", "--track").init(

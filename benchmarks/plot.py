@@ -38,7 +38,7 @@ class Args:
     output: Path | None = None
     """figure to write"""
     csv: Path | None = None
-    """table to write: env_id, exp_name, seed, global_step, seconds, episodic_return; up to 100 rows a run"""
+    """table to write, with the columns global_step, seconds, episodic_return and y; up to 100 rows a run"""
     x: Literal["global_step", "seconds"] = "global_step"
     """horizontal axis"""
     y: str = "episodic_return"
@@ -97,11 +97,12 @@ def write_curves(path, curves):
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(KEY + KEPT)
+        names = next(iter(curves.values())).keys()
+        writer.writerow([*KEY, *names])
         for key, columns in curves.items():
             size = len(columns["global_step"])
             for i in np.linspace(0, size - 1, min(size, 100)).round().astype(int):
-                writer.writerow([*key, *(f"{columns[name][i]:.10g}" for name in KEPT)])
+                writer.writerow([*key, *(f"{columns[name][i]:.10g}" for name in names)])
 
 
 def mean_and_deviation(seeds, args):

@@ -5,6 +5,7 @@
 """
 
 import csv
+import importlib
 import json
 import os
 import platform
@@ -19,7 +20,6 @@ import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ppo_continuous import Args as ScriptArgs
 
 OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
 
@@ -42,8 +42,9 @@ def machine():
 def read_run(folder):
     """One row from a run folder: what was run, with what, and what came out."""
     args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
-    command = ["python ppo_continuous.py"]
-    for field in fields(ScriptArgs):
+    script = args.get("script", "ppo_continuous")  # the oldest runs do not name theirs
+    command = [f"python {script}.py"]
+    for field in fields(importlib.import_module(script).Args):
         value, flag = args[field.name], "--" + field.name.replace("_", "-")
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
@@ -57,17 +58,22 @@ def read_run(folder):
 
 
 def print_table(rows):
-    """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's."""
+    """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's.
+
+    Runs that stop once they are solved end after different numbers of steps: their median and greatest."""
     groups = defaultdict(list)
     for row in rows:
-        groups[row["env_id"], row["exp_name"], row["global_step"]].append(row)
+        groups[row["env_id"], row["exp_name"], "" if row.get("solved_at") else row["global_step"]].append(row)
     print("| environment | setting | steps | seeds | deterministic | sampled | each seed |")
     print("|---|---|---|---|---|---|---|")
-    for (env_id, exp_name, steps), runs in sorted(groups.items()):
+    for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
         evals = np.array([float(run["eval_mean"]) for run in runs])
         sampled = np.array([float(run["eval_sampled_mean"]) for run in runs])
         each = ", ".join(f"{value:.0f}" for value in evals)
+        if not steps:
+            solved = [int(run["solved_at"]) for run in runs]
+            steps = f"solved at {np.median(solved):.0f} (median), {max(solved)} (last)"
         print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} | {evals.mean():.0f} ± {evals.std():.0f} "
               f"| {sampled.mean():.0f} ± {sampled.std():.0f} | {each} |")
 
@@ -87,7 +93,7 @@ def main():
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
         with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
+            writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
             writer.writeheader()
             writer.writerows(rows)
     print_table(rows)
