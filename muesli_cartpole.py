@@ -15,10 +15,10 @@
     python muesli_cartpole.py --resume runs/RUN           go on after a kill, exactly
     python muesli_cartpole.py --evaluate runs/RUN --capture-video
 
-Shapes: T steps, N environments, L positions of a training sequence, K unrolled steps, W = L + K + 1 rows of a
-window of the replay, B windows in a batch, O observation, A actions, H latent state, S support atoms.
-Tags: (7) to (14) are equations of the paper, 4.5 and the like its sections; appendix values are as others
-quote them. h is the online network, the prior is the target network, which acts and gives all targets.
+Shapes: N environments, L positions of a training sequence, K unrolled steps, W = L + K + 1 rows of a window of
+the replay, B windows in a batch, O observation, A actions, H latent state, S support atoms.
+Tags: (7) to (14) are equations of the paper, (4.5) and the like its sections; appendix values are as others
+quote them. The prior is the target network: it acts, and it gives all targets.
 """
 
 import difflib
