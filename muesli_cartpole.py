@@ -15,8 +15,8 @@
     python muesli_cartpole.py --resume runs/RUN           go on after a kill, exactly
     python muesli_cartpole.py --evaluate runs/RUN --capture-video
 
-Shapes: N environments, L positions of a training sequence, K unrolled steps, W = L + K + 1 rows of a window of
-the replay, B windows in a batch, O observation, A actions, H latent state, S support atoms.
+Shapes: N environments, L positions of a training sequence, K unrolled steps, W = L + K + 1 rows of a window
+of the replay, B windows in a batch, O observation, A actions, H latent state, S support atoms.
 Tags: (7) to (14) are equations of the paper, (4.5) and the like its sections; appendix values are as others
 quote them. The prior is the target network: it acts, and it gives all targets.
 """
@@ -81,7 +81,7 @@ class Args:
     # Environment
     env_id: str = "CartPole-v1"
     """any Gymnasium id, also module:Env-v0; observations that are no vector are flattened"""
-    total_timesteps: int = 100_000
+    total_timesteps: int = 50_000
     """environment steps over all environments and processes; in whole rollouts"""
     num_envs: int = 8
     """environments per process, stepped together and never reset between rollouts [D1]"""
@@ -105,9 +105,9 @@ class Args:
     """AdamW's, per unit of learning rate"""
     clip_update: float = 1.0
     """Adam's normalised update is clipped to that, each element for itself (appendix F.1); 0: no limit"""
-    gamma: float = 0.99
+    gamma: float = 0.995
     """discount per step; the horizon is about 1 / (1 - gamma) steps"""
-    target_rate: float = 0.1
+    target_rate: float = 0.03
     """the target network moves that part of its distance to the online network after each update"""
     seq_len: int = 16
     """L, positions of a window from which the model is unrolled and the policy learns"""
@@ -155,7 +155,7 @@ class Args:
     """part of the behaviour policy in the prior"""
     prior_uniform: float = 0.003
     """part of the uniform policy in the prior and in acting"""
-    hidden_size: int = 64
+    hidden_size: int = 128
     """H, units of the latent state and of all hidden layers"""
     dynamics: Literal["residual", "lstm"] = "residual"
     """the model: a residual MLP, or the paper's LSTM"""
@@ -163,7 +163,7 @@ class Args:
     """S, atoms of the value and reward heads"""
     value_min: float = -2.0
     """smallest value and reward that the heads can tell; targets below are clipped, and that is reported"""
-    value_max: float = 120.0
+    value_max: float = 220.0
     """greatest value and reward"""
 
     # Speed

@@ -1,0 +1,150 @@
+"""What each part of Muesli is worth: trainings without it, a table and a figure.
+
+    python benchmarks/ablations.py runs/ablations --csv benchmarks/results/ablations.csv
+    python benchmarks/ablations.py benchmarks/results/ablations.csv --output benchmarks/results/ablations.png
+
+Trainings that are in the folder already are not repeated, so that an interrupted series goes on. Learned:
+the mean over all evaluations of the training, of greedy actions: how soon and how well.
+"""
+
+import csv
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+from matplotlib.figure import Figure
+from scores import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from muesli_cartpole import solved_at  # noqa: E402
+
+SETTINGS = {
+    "full": "",
+    "no-cmpo": "--cmpo-coef 0",
+    "no-policy-gradient": "--pg-coef 0",
+    "no-retrace": "--no-retrace",
+    "no-model-loss": "--model-coef 0",
+    "no-scaled-advantages": "--no-scale-adv",
+    "one-step-model": "--unroll-steps 1",
+    "no-replay": "--replay-share 0",
+    "replay-95": "--replay-share 0.95",
+    "gradient-through-clip": "--no-detach-ratio",
+    "sampled-cmpo": "--cmpo sampled",
+}
+# Flags, and the return that counts as solved.
+TASKS = {
+    "CartPole-v1": ("--total-timesteps 30000", 475),
+    "LunarLander-v3": ("--total-timesteps 200000 --train-frequency 4 --gamma 0.997 --value-min -400 "
+                       "--value-max 400 --eval-every 20000", 200),
+}
+
+
+@dataclass
+class Args:
+    source: tyro.conf.Positional[Path]
+    """folder for the runs, what is missing there is trained; or a table of an earlier call"""
+    env_ids: tuple[str, ...] = ("CartPole-v1",)
+    """tasks, of those that this file has flags for"""
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    """which parts to leave out or change"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """a training each"""
+    jobs: int = 2
+    """trainings at a time, of one thread each"""
+    csv: Path | None = None
+    """table to write, a row per training"""
+    output: Path | None = None
+    """figure to write"""
+
+
+def train(folder, env_id, setting, seed):
+    """Train or go on, if there is no finished run yet. Returns its folder; what it prints lies beside it."""
+    run_dir = folder / f"{env_id}__{setting}__{seed}"
+    if not (run_dir / "summary.json").exists():
+        flags = f"--env-id {env_id} --exp-name {setting} --seed {seed} --stop-return None --run-dir {run_dir}"
+        flags += f" {TASKS[env_id][0]} {SETTINGS[setting]}"
+        if (run_dir / "checkpoint.pt").exists():
+            flags = f"--resume {run_dir}"
+        command = [sys.executable, str(ROOT / "muesli_cartpole.py"), *flags.split()]
+        with open(f"{run_dir}.txt", "a") as out:
+            subprocess.run(command, stdout=out, stderr=out, check=True)
+    return run_dir
+
+
+def read(run_dir, env_id):
+    """Row of one training."""
+    evaluations = torch.load(run_dir / "checkpoint.pt", weights_only=True)["at"]["evaluations"]
+    learned = float(np.mean([value for _, value in evaluations]))
+    return {**read_run(run_dir), "learned": learned, "last_evaluation": evaluations[-1][1],
+            "solved_at": solved_at(evaluations, TASKS[env_id][1])}
+
+
+def groups(rows):
+    """{env_id: {setting: rows}}, in the order of SETTINGS."""
+    result = {}
+    for env_id in dict.fromkeys(row["env_id"] for row in rows):
+        of_task = [row for row in rows if row["env_id"] == env_id]
+        names = [name for name in SETTINGS if any(row["exp_name"] == name for row in of_task)]
+        result[env_id] = {name: [row for row in of_task if row["exp_name"] == name] for name in names}
+    return result
+
+
+def show(rows):
+    for env_id, settings in groups(rows).items():
+        print(f"| {env_id} | learned | each seed | last evaluation | solved at |\n|---|---|---|---|---|")
+        for name, runs in settings.items():
+            learned, last = ([float(row[key]) for row in runs] for key in ("learned", "last_evaluation"))
+            each = ", ".join(f"{value:.0f}" for value in learned)
+            solved = ", ".join(str(row["solved_at"] or "-") for row in runs)
+            mean = f"{np.mean(learned):.0f} ± {np.std(learned):.0f}"
+            print(f"| {name} | {mean} | {each} | {np.mean(last):.0f} | {solved} |")
+
+
+def draw(rows, path):
+    tasks = groups(rows)
+    figure = Figure(figsize=(5.5 * len(tasks), 3.6), layout="constrained")
+    for i, (env_id, settings) in enumerate(tasks.items(), start=1):
+        axis = figure.add_subplot(1, len(tasks), i)
+        for y, runs in enumerate(reversed(settings.values())):
+            learned = [float(row["learned"]) for row in runs]
+            axis.barh(y, np.mean(learned), color="C0", alpha=0.3)
+            axis.plot(learned, [y] * len(learned), "o", color="C0", ms=4)
+        axis.set_yticks(range(len(settings)), [*reversed(settings)])
+        axis.set_title(env_id)
+        axis.grid(alpha=0.3, axis="x")
+        axis.set_xlabel("mean return of all evaluations")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    args = tyro.cli(Args, description=__doc__)
+    if args.source.suffix == ".csv":
+        with open(args.source, newline="") as file:
+            rows = list(csv.DictReader(file))
+    else:
+        args.source.mkdir(parents=True, exist_ok=True)
+        runs = [(env_id, name, seed)
+                for env_id in args.env_ids for seed in args.seeds for name in args.settings]
+        with ThreadPoolExecutor(args.jobs) as pool:
+            folders = list(pool.map(lambda run: train(args.source.resolve(), *run), runs))
+        rows = [read(folder, run[0]) for folder, run in zip(folders, runs, strict=True)]
+    if args.csv:
+        args.csv.parent.mkdir(parents=True, exist_ok=True)
+        with open(args.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+    show(rows)
+    if args.output:
+        draw(rows, args.output)
+
+
+if __name__ == "__main__":
+    main()
