@@ -258,6 +258,8 @@ def make_envs(args, num_envs, video_dir=None, vector=SyncVectorEnv, autoreset=Au
             env = gym.wrappers.FlattenObservation(env)
         return SlimInfo(env)
 
+    if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
+        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import, which is here
     thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
     module, _, name = args.env_id.rpartition(":")
     try:
@@ -938,6 +940,10 @@ FREE = {"resume", "evaluate", "total_timesteps", "stop_return", "eval_episodes",
         "torch_threads", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 
 
+# Flags that need a package beyond the script's own.
+OPTIONAL = {"track": "wandb", "capture_video": "moviepy"}
+
+
 def main():
     try:
         args, checkpoint = tyro.cli(Args, description=__doc__), None
@@ -949,12 +955,9 @@ def main():
                 if getattr(args, name) != getattr(saved, name):
                     raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: the run has "
                                      f"{getattr(saved, name)}, and goes on under its own flags")
-        if args.track:
-            import_or_explain("wandb", "--track")
-        if args.capture_video:
-            import_or_explain("moviepy", "--capture-video")
-            if sys.platform == "linux" and "DISPLAY" not in os.environ:
-                os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import
+        for flag, module in OPTIONAL.items():
+            if getattr(args, flag):
+                import_or_explain(module, f"--{flag.replace('_', '-')}")
         evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,0 +1,1128 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.9,<2.14",
+#     "numpy>=1.26",
+#     "gymnasium[box2d,classic-control,mujoco]>=1.4",
+#     "tyro>=0.9",
+#     "tensorboard>=2.18",
+#     "tqdm>=4.66",
+# ]
+# ///
+"""RL^2: a recurrent agent that learns to learn (Duan et al. 2016, arXiv 1611.02779), trained with PPO.
+
+    python rl2_meta.py --env-id Bandit --num-arms 5 --episodes-per-trial 10
+    python rl2_meta.py --resume runs/RUN                  go on after a kill, exactly
+    python rl2_meta.py --evaluate runs/RUN
+
+A trial is n episodes in one task. The memory starts a trial empty and lives through its episodes: what the
+agent learns of the task it must keep there, as its weights stand still. Training maximises whole trials.
+Shapes: T steps of a trial, N trials side by side, n episodes, O observation, A actions, D input (O + A + 2),
+R recurrent state, M trials in a minibatch, L = T and S = N in the functions shared with the other scripts.
+Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
+Optimization", [X1] to [X4] its auxiliary ones; (1.2) and the like are sections of the RL^2 paper's text.
+"""
+
+import atexit
+import difflib
+import functools
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from torch import nn
+from torch.distributions import Categorical, Normal
+from torch.func import functional_call
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+class UsageError(ValueError):
+    """What the user gave cannot work: told in one sentence, exit status 2."""
+
+
+SCRIPT = "rl2_meta"
+
+
+@dataclass
+class Args:
+    # Run
+    exp_name: str = "rl2_meta"
+    """part of the run folder's name"""
+    seed: int = 1
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
+    torch_deterministic: bool = True
+    """only deterministic kernels (slower on a GPU, free on a CPU)"""
+    run_dir: str | None = None
+    """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
+    resume: str | None = None
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
+    evaluate: str | None = None
+    """run folder whose last checkpoint is evaluated instead of training"""
+    checkpoint_every: int = 0
+    """iterations between checkpoints, each of which gives fresh seeds (see restart); 0: 20 a run"""
+    test_trials: int = 0
+    """trials of the meta-test at the end, in new tasks; 0: 100000, or 40 in a simulator"""
+    test_every: int = 0
+    """iterations between meta-tests while training, each of a tenth of test_trials; 0: none"""
+    stop_goal: float | None = None
+    """training ends early once the last stop_window meta-tests reach that mean return of a trial; None: never"""
+    stop_window: int = 3
+    """meta-tests in a row that must reach stop_goal"""
+
+    # Environment
+    env_id: str = "Bandit"
+    """Bandit, TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir, or a Gymnasium id with task_sampler"""
+    num_arms: int = 5
+    """k, arms of a Bandit"""
+    episodes_per_trial: int = 10
+    """n, episodes in one task; an episode of a Bandit is one pull"""
+    episode_length: int = 200
+    """steps of an episode in a simulator; a TabularMDP has 10"""
+    task_sampler: str | None = None
+    """module:function that makes a task of a Gymnasium id: it is called with the innermost environment and a
+    numpy generator before each trial, and sets what it likes"""
+    total_timesteps: int = 4_000_000
+    """environment steps over all environments and processes; in whole rollouts"""
+    num_trials: int = 1000
+    """N, trials of a rollout, played side by side, per process"""
+    norm_obs: bool = False
+    """observations minus running mean over running deviation, shared by all environments [D28]"""
+    clip_obs: float = 10.0
+    """bound of normalised observations; 0: none [D29]"""
+    norm_reward: bool = False
+    """rewards over the running deviation of the discounted return; norm_value does this better [D30]"""
+    clip_reward: float = 10.0
+    """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
+
+    # Algorithm
+    learning_rate: float = 1e-3
+    """Adam's step size; usable from 1e-5 to 3e-3"""
+    anneal_lr: bool = True
+    """learning rate falls linearly to 0 at total_timesteps [D4]"""
+    adam_eps: float = 1e-5
+    """added to Adam's denominator; PyTorch's own default is 1e-8 [D3]"""
+    ortho_init: bool = True
+    """orthogonal weights, zero biases, gain 0.01 for the policy's head; off: PyTorch's init [D2, D32]"""
+    gamma: float = 1.0
+    """discount per step; the horizon is about 1 / (1 - gamma) steps"""
+    gae: bool = True
+    """generalised advantage estimation; off: n-step returns to the end of the rollout, lambda = 1 [D5]"""
+    gae_lambda: float = 0.9
+    """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
+    recompute_adv: bool = False
+    """advantages anew before every epoch from the values learned so far (Andrychowicz et al. 2021)"""
+    num_minibatches: int = 4
+    """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
+    update_epochs: int = 4
+    """passes over each batch, at most (see target_kl) [D6]"""
+    norm_adv: bool = True
+    """advantages to mean 0 and deviation 1 [D7]"""
+    norm_adv_scope: Literal["minibatch", "batch"] = "minibatch"
+    """what norm_adv takes the mean and deviation over [D7]"""
+    clip_coef: float = 0.2
+    """the probability ratio earns nothing beyond 1 - clip_coef and 1 + clip_coef [D8]"""
+    anneal_clip: bool = False
+    """clip_coef falls linearly to 0 at total_timesteps [X1]"""
+    clip_vloss: bool = False
+    """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
+    ent_coef: float = 0.0
+    """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
+    vf_coef: float = 0.5
+    """weight of the value loss, which has a factor 0.5 of its own [D10]"""
+    max_grad_norm: float = 0.5
+    """longest joint gradient of all parameters; 0: no limit [D11]"""
+    target_kl: float | None = 0.03
+    """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
+    norm_value: bool = True
+    """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
+    expected_reward: bool = False
+    """advantages from the expected reward of each action, where the task tells it; the agent sees the drawn one"""
+    privileged_critic: bool = False
+    """the value function, which only training needs, sees the task"""
+    share_network: bool = True
+    """policy and value share the recurrent layer; off: a network each [D13, D26]"""
+    layer_norm: bool = False
+    """normalise the recurrent layer's output"""
+    rnn: Literal["gru", "lstm"] = "gru"
+    """recurrent layer between the observation and the networks"""
+    rnn_hidden: int = 64
+    """units of the recurrent layer; its state starts from zeros [D33]"""
+    log_std_init: float = -1.0
+    """initial log of the Gaussian's deviation, in the policy's units [D24]"""
+    learn_std: bool = True
+    """learn the deviation too, as is usual; a fixed one explores to the end, which does not suit Ant [D24]"""
+
+    # Speed
+    device: str = "cpu"
+    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
+    torch_threads: int = 1
+    """threads of PyTorch in each process; small networks get slower with more"""
+
+    # Logging
+    track: bool = False
+    """also log to Weights & Biases"""
+    wandb_project_name: str = "rl2"
+    """its project"""
+    wandb_entity: str | None = None
+    """its team"""
+
+    @property
+    def trial_length(self):
+        """T, steps of a trial."""
+        horizon = {"Bandit": 1, "TabularMDP": TabularMDP.HORIZON}.get(self.env_id, self.episode_length)
+        return self.episodes_per_trial * horizon
+
+    @property
+    def seq_len(self):
+        """L, steps of a training sequence: gradients go through whole trials."""
+        return self.trial_length
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, sys.float_info.max)
+            zero = ("seed", "checkpoint_every", "test_trials", "test_every")
+            if type(getattr(Args, name)) is int and name not in zero:
+                low = 1
+            signed = name in ("log_std_init", "stop_goal")
+            if isinstance(value, (int, float)) and not signed and not low <= value <= high:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
+        if self.num_trials % self.num_minibatches:
+            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {self.num_trials} "
+                             "trials of a rollout: give a divisor")
+
+
+# ---------------------------------------------------------------------------------------------- environment
+
+
+def import_or_explain(module, option):
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(f"{option} needs {module}: pip install {module}") from error
+
+
+class Bandit:
+    """k arms that pay 1 with probabilities drawn from [0, 1]; an episode is a pull, observations are empty."""
+
+    def __init__(self, args, num_trials, device):
+        self.shape, self.device = (num_trials, args.num_arms), device
+        self.action_space, self.obs_dim, self.task_dim = gym.spaces.Discrete(args.num_arms), 0, args.num_arms
+
+    def reset(self):
+        """New tasks. Returns their first observations (N, O) and descriptions (N, task_dim)."""
+        self.pays = torch.rand(self.shape, device=self.device)
+        return self.pays.new_zeros(self.shape[0], 0), self.pays
+
+    def step(self, action):
+        """Act (N, 1). Returns the next observations, rewards, episode ends (N,) and expected rewards."""
+        expected = self.pays.gather(1, action).squeeze(1)
+        reward = torch.bernoulli(expected)
+        return self.pays.new_zeros(self.shape[0], 0), reward, torch.ones_like(reward), expected
+
+
+class TabularMDP:
+    """10 states, 5 actions, episodes of 10 steps from state 0; transitions are uniform on the simplex, mean
+    rewards of normal distribution around 1, as is a reward around its mean."""
+
+    STATES, ACTIONS, HORIZON = 10, 5, 10
+
+    def __init__(self, args, num_trials, device):
+        self.trial = torch.arange(num_trials, device=device)
+        self.action_space, self.obs_dim = gym.spaces.Discrete(self.ACTIONS), self.STATES
+        self.task_dim = self.STATES * self.ACTIONS * (self.STATES + 1)
+
+    def reset(self):
+        n, device = len(self.trial), self.trial.device
+        weights = torch.empty(n, self.STATES, self.ACTIONS, self.STATES, device=device).exponential_()
+        transitions = weights / weights.sum(-1, keepdim=True)
+        self.edges = transitions.cumsum(-1)
+        self.means = 1 + torch.randn(n, self.STATES, self.ACTIONS, device=device)
+        self.state, self.t = torch.zeros_like(self.trial), 0
+        return self.observe(), torch.cat([self.means.flatten(1), transitions.flatten(1)], 1)
+
+    def observe(self):
+        return nn.functional.one_hot(self.state, self.STATES).float()
+
+    def step(self, action):
+        where = self.trial, self.state, action.squeeze(1)
+        expected = self.means[where]
+        reward = expected + torch.randn_like(expected)
+        draw = torch.rand_like(expected).unsqueeze(1)
+        self.state = (draw > self.edges[where]).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
+        self.t += 1
+        done = self.t % self.HORIZON == 0
+        if done:
+            self.state = torch.zeros_like(self.state)
+        return self.observe(), reward, torch.full_like(reward, done), expected
+
+
+class Runner(gym.Wrapper):
+    """Runs towards `goal` 1 or -1, or at the speed `goal`, in place of forwards; the other costs stay."""
+
+    def __init__(self, env, at_speed):
+        super().__init__(env)
+        self.at_speed, self.goal = at_speed, 1.0
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        error = info["x_velocity"] - self.goal
+        run = -abs(error) if self.at_speed else self.goal * info["x_velocity"]
+        return obs, reward - info["reward_forward"] + run, terminated, truncated, {"error": error}
+
+
+# Gymnasium id, whether a task is a speed, what else the environment is made with, and a task's distribution.
+RUNNERS = {
+    "HalfCheetahDir": ("HalfCheetah-v5", False, {"ctrl_cost_weight": 0.05}, lambda rng: rng.choice([-1.0, 1.0])),
+    "HalfCheetahVel": ("HalfCheetah-v5", True, {"ctrl_cost_weight": 0.05}, lambda rng: rng.uniform(0, 2)),
+    "AntDir": ("Ant-v5", False, {"terminate_when_unhealthy": False}, lambda rng: rng.choice([-1.0, 1.0])),
+}
+
+
+class Simulator:
+    """Tasks in Gymnasium environments. An observation after an episode's end is the next one's first."""
+
+    def __init__(self, args, num_trials, device):
+        self.device, self.rng = device, np.random.default_rng(0)
+        runner = RUNNERS.get(args.env_id)
+        if runner:
+            env_id, self.at_speed, options, draw = runner
+            options = {"exclude_current_positions_from_observation": False, **options}
+            self.sample = lambda env, rng: setattr(env, "goal", float(draw(rng)))
+        else:
+            env_id, self.at_speed, options = args.env_id, False, {}
+            self.sample = load_sampler(args)
+
+        def make_env():
+            env = gym.make(env_id, max_episode_steps=args.episode_length, disable_env_checker=True, **options)
+            env = Runner(env, self.at_speed) if runner else env
+            flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
+            return env if flat else gym.wrappers.FlattenObservation(env)
+
+        try:
+            self.envs = SyncVectorEnv([make_env] * num_trials, autoreset_mode=AutoresetMode.SAME_STEP)
+        except (gym.error.Error, ImportError) as error:
+            close = difflib.get_close_matches(env_id, [*FAMILIES, *gym.registry], cutoff=0.5)
+            raise UsageError(f"cannot make --env-id {env_id}: {str(error).splitlines()[0]}"
+                             + (f"; close names: {', '.join(close)}" if close else "")) from error
+        self.action_space = self.envs.single_action_space
+        if not isinstance(self.action_space, gym.spaces.Box | gym.spaces.Discrete):
+            raise UsageError(f"--env-id {env_id}: actions {self.action_space} are neither Box nor Discrete")
+        self.obs_dim, self.task_dim = self.envs.single_observation_space.shape[0], int(runner is not None)
+
+    def reset(self):
+        seeds = self.rng.integers(2**31, size=self.envs.num_envs).tolist()
+        for env in self.envs.envs:
+            self.sample(env if isinstance(env, Runner) else env.unwrapped, self.rng)
+        obs, _ = self.envs.reset(seed=seeds)
+        task = [[env.goal] for env in self.envs.envs] if self.task_dim else np.zeros((len(seeds), 0))
+        return self.tensor(obs), self.tensor(task)
+
+    def tensor(self, x):
+        return torch.as_tensor(np.asarray(x, np.float32), device=self.device)
+
+    def step(self, action):
+        action = action.cpu().numpy()
+        if isinstance(self.action_space, gym.spaces.Discrete):
+            action = action[:, 0] + self.action_space.start
+        else:
+            low, high = self.action_space.low, self.action_space.high
+            action = np.clip(action.reshape(-1, *low.shape), low, high)
+        obs, reward, terminated, truncated, info = self.envs.step(action)
+        self.error = info.get("error")
+        reward = self.tensor(reward)
+        return self.tensor(obs), reward, self.tensor(terminated | truncated), reward
+
+
+def load_sampler(args):
+    """The function that --task-sampler names."""
+    if args.task_sampler is None:
+        raise UsageError(f"--env-id {args.env_id} is none of {', '.join(FAMILIES)}: give a --task-sampler, too")
+    module, _, function = args.task_sampler.partition(":")
+    try:
+        sys.path.insert(0, os.getcwd())
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UsageError(f"--task-sampler {args.task_sampler}: {error}; give module:function") from error
+
+
+FAMILIES = {"Bandit": Bandit, "TabularMDP": TabularMDP, **dict.fromkeys(RUNNERS, Simulator)}
+
+
+def make_tasks(args, num_trials, device):
+    return FAMILIES.get(args.env_id, Simulator)(args, num_trials, device)
+
+
+# ------------------------------------------------------------------------------------------------- networks
+
+
+def world_size():
+    """Number of processes that learn together [X2]."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+class SharedSum:
+    """Sums over the processes of one machine through memory that they share.
+
+    gloo's all-reduce puts threads to sleep and wakes them: 1 ms each time, more than a minibatch takes."""
+
+    def __init__(self, size, dtype):
+        shape = (2, world_size(), 1 + size)
+        with tempfile.NamedTemporaryFile() as file:
+            path = [file.name]
+            dist.broadcast_object_list(path)
+            memory = torch.from_file(path[0], shared=True, size=math.prod(shape), dtype=dtype)
+            dist.barrier()  # after that the file may go: the memory lives as long as somebody uses it
+        self.turn, self.rank, memory = 0, dist.get_rank(), memory.view(shape).numpy()
+        self.turns, self.rows = memory[..., 0], memory[..., 1:]
+
+    def __call__(self, x):
+        self.turn = (self.turn + 1) % 2**20  # float32 is exact so far
+        half = self.turn % 2  # one process may be a turn ahead while another still reads the other half
+        self.rows[half, self.rank] = x
+        self.turns[half, self.rank] = self.turn
+        while (self.turns[half] != self.turn).any():
+            pass  # to sleep would cost more than the wait
+        return self.rows[half].sum(0)
+
+
+shared_sum = functools.cache(SharedSum)
+
+
+@torch.compiler.disable
+def sum_over_ranks(x):
+    """Sum of a tensor over all processes, the same bits in each [X2]."""
+    if world_size() == 1:
+        return x
+    if x.device.type == "cpu" and os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        total = shared_sum(x.numel(), x.dtype)(x.numpy().ravel())
+        return torch.as_tensor(total).view(x.shape)
+    dist.all_reduce(x)
+    return x
+
+
+class RunningMeanStd(nn.Module):
+    """Mean and variance of everything seen, by all environments and processes, in float64 [D28].
+
+    In float32 they freeze after some 10^7 samples."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def _apply(self, fn, recurse=True):
+        return self  # stays on the CPU, where observations arrive: mps has no float64
+
+    def update(self, x):
+        """Take in a batch (..., *shape), an array or tensor, by the parallel formula of Chan et al. 1979."""
+        x = torch.as_tensor(x).double().cpu().reshape(-1, *self.mean.shape)
+        n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
+        mean = sum_over_ranks(x.sum(0)) / n
+        squares = sum_over_ranks((x - mean).square().sum(0))
+        delta, total = mean - self.mean, self.count + n
+        self.var.copy_((self.var * self.count + squares + delta**2 * self.count * n / total) / total)
+        self.mean += delta * n / total
+        self.count.copy_(total)
+
+
+def layer_init(layer, gain, args):
+    """Orthogonal weights with that gain and zero biases [D2], [D32] for recurrent layers."""
+    if args.ortho_init:
+        for name, parameter in layer.named_parameters():
+            nn.init.orthogonal_(parameter, gain) if "weight" in name else nn.init.zeros_(parameter)
+    return layer
+
+
+class Agent(nn.Module):
+    """Policy, value function and every statistic that they need.
+
+    Inputs (L, S, D) are trials side by side, behind them what the critic may see of the task; `state` (S, R) is
+    the memory before the first step. `starts` and `mask` are for the functions shared with the other scripts."""
+
+    def __init__(self, tasks, args):
+        super().__init__()
+        space = tasks.action_space
+        self.args, self.discrete = args, isinstance(space, gym.spaces.Discrete)
+        self.num_actions = int(space.n) if self.discrete else int(np.prod(space.shape))
+        self.obs_rms = RunningMeanStd((tasks.obs_dim,))
+        self.reward_rms, self.value_rms = RunningMeanStd(()), RunningMeanStd(())
+        self.register_buffer("value_std", torch.ones(()))
+        self.input_size = tasks.obs_dim + self.num_actions + 2
+        self.task_size = tasks.task_dim if args.privileged_critic else 0
+        layer, size = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn], args.rnn_hidden
+        count = 1 if args.share_network else 2  # [D13]
+        self.memories = nn.ModuleList(layer_init(layer(self.input_size, size), 1.0, args) for _ in range(count))
+        self.norms = nn.ModuleList(nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count))
+        self.state_size = size * count * (2 if args.rnn == "lstm" else 1)
+        self.actor = layer_init(nn.Linear(size, self.num_actions), 0.01, args)
+        critic_size = size + self.task_size
+        self.critic = layer_init(nn.Linear(critic_size, 1), 1.0, args)
+        if self.task_size:
+            self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 2 * size), 2**0.5, args), nn.ReLU(),
+                                        layer_init(nn.Linear(2 * size, 1), 1.0, args))
+        if not self.discrete:
+            log_std = torch.full((self.num_actions,), args.log_std_init)
+            self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
+
+    def normalize(self, obs):
+        """Observations (..., O) to the networks' input [D28], [D29]."""
+        if self.args.norm_obs:
+            obs = (obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()
+            if self.args.clip_obs:
+                obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)
+        return obs.float()
+
+    def encode(self, obs, action, reward, done, task):
+        """Input of a step (N, D): the observation, and action, reward and episode end before it (2)."""
+        if self.discrete:
+            action = nn.functional.one_hot(action.squeeze(1), self.num_actions)
+        parts = (self.normalize(obs), action, reward.unsqueeze(1), done.unsqueeze(1), task[:, : self.task_size])
+        return torch.cat([part.float() for part in parts], 1)
+
+    def remember(self, inputs, state):
+        """Features (L, S, F) of policy and value function, and the memory after the last step (S, R)."""
+        inputs, outputs, states = inputs[..., : self.input_size], [], []
+        for memory, norm, part in zip(self.memories, self.norms, state.chunk(len(self.memories), -1), strict=True):
+            if self.args.rnn == "lstm":
+                hidden, cell = (x.contiguous() for x in part[None].chunk(2, -1))
+                output, parts = memory(inputs, (hidden, cell))
+                part = torch.cat(parts, -1)[0]
+            else:
+                output, part = memory(inputs, part[None].contiguous())
+                part = part[0]
+            outputs.append(norm(output))
+            states.append(part)
+        return outputs[0], outputs[-1], torch.cat(states, -1)
+
+    def value(self, features, inputs):
+        task = inputs[..., self.input_size :]
+        return self.critic(torch.cat([features, task], -1)).squeeze(-1) * self.value_std
+
+    def get_value(self, inputs, state, starts):
+        """Values (L, S) in units of returns."""
+        return self.value(self.remember(inputs, state)[1], inputs)
+
+    def forward(self, inputs, state, starts=None, mask=None, action=None, noise=0.0):
+        """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
+
+        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the next state (S, R)."""
+        policy, critic, state = self.remember(inputs, state)
+        output = self.actor(policy)
+        if self.discrete:
+            part = Categorical(logits=output, validate_args=False)
+            action = (output + noise).argmax(-1, keepdim=True) if action is None else action
+            logprob, entropy = part.log_prob(action.squeeze(-1)), part.entropy()
+        else:
+            part = Normal(output, self.log_std.clamp(-5, 2).exp().expand_as(output), validate_args=False)
+            action = output + part.stddev * noise if action is None else action
+            logprob, entropy = part.log_prob(action).sum(-1), part.entropy().sum(-1)
+        return action, logprob, entropy, self.value(critic, inputs), state
+
+    def draw_noise(self, num_trials):
+        """What makes an action random (N, A): standard normal, or Gumbel for choices."""
+        noise = torch.empty(num_trials, self.num_actions, device=self.value_std.device)
+        return -noise.exponential_().log() if self.discrete else noise.normal_()
+
+
+# ------------------------------------------------------------------------------------------------ algorithm
+
+
+def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+    """Generalised advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. All arguments (T, N).
+
+    `next_values[t]` is the value of the state that action t led to, also where the episode was cut there."""
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decays = gamma * gae_lambda * (1 - done)
+    advantages, advantage = [], torch.zeros_like(deltas[0])
+    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
+        advantage = torch.addcmul(delta, decay, advantage)
+        advantages.append(advantage)
+    return torch.stack(advantages[::-1])
+
+
+def normalize_rewards(rewards, done, running, agent):
+    """Rewards (T, N) over the deviation of the discounted return [D30], clipped [D31].
+
+    `running` (N,) is the return so far and goes on in place."""
+    returns, clip = [], agent.args.clip_reward
+    for reward, end in zip(rewards, done, strict=True):
+        returns.append(running.mul_(agent.args.gamma).add_(reward).clone())
+        running *= 1 - end
+    agent.reward_rms.update(torch.cat(returns))
+    rewards = rewards / (agent.reward_rms.var + 1e-8).sqrt().float().to(rewards.device)
+    return rewards.clamp(-clip, clip) if clip else rewards
+
+
+def normalize_advantages(advantages):
+    """Mean 0, deviation 1 [D7]."""
+    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+
+
+# [D12]
+METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
+LOGGED = (*METRICS, "explained_variance", "epochs", "last_episode_return", "test_return")
+
+
+def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
+    """Clipped surrogate, value loss and entropy bonus (Schulman et al. 2017, equation 9) [D8], [D9], [D10].
+
+    The new quantities and those of the minibatch `mb` are (L, M). Returns the loss and the first METRICS."""
+    _, clip_coef, ent_coef, vf_coef = hyper.unbind()
+    advantages = mb["advantages"]
+    if args.norm_adv and args.norm_adv_scope == "minibatch":
+        advantages = normalize_advantages(advantages)
+    logratio = newlogprob - mb["logprobs"]
+    ratio = logratio.exp()
+    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+    pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()  # [D8]
+    error = ((newvalue - mb["returns"]) / value_std).square()
+    if args.clip_vloss:  # [D9]
+        change = (newvalue - mb["values"]) / value_std
+        near = mb["values"] + change.clamp(-clip_coef, clip_coef) * value_std
+        error = torch.max(error, ((near - mb["returns"]) / value_std).square())
+    v_loss = 0.5 * error.mean()
+    entropy = entropy.mean()
+    loss = pg_loss - ent_coef * entropy + vf_coef * v_loss  # [D10]
+    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+    # KL estimators k1 and k3 of Schulman's note: -log r, and r - 1 - log r, which is never negative.
+    metrics = (pg_loss, v_loss, entropy, -logratio.mean(), (ratio - 1 - logratio).mean(), clipfrac)
+    return loss, torch.stack([m.detach() for m in metrics])
+
+
+def flatten_parameters(agent):
+    """Optimiser state over one vector of all parameters, which the agent's own become views of.
+
+    One vector makes the gradient's norm, Adam and the all-reduce one operation each."""
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+    for parameter, view in zip(agent.parameters(), parameter_views(agent, params).values(), strict=True):
+        parameter.data = view
+    moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
+    return {"params": params, **moments, "bias": params.new_zeros(2)}
+
+
+def parameter_views(agent, params):
+    """Parameters by name, as views of one vector."""
+    sizes = [p.numel() for p in agent.parameters()]
+    named = zip(agent.named_parameters(), params.split(sizes), strict=True)
+    return {name: part.view(p.shape) for (name, p), part in named}
+
+
+def adam_step(opt, grad, learning_rate, eps, betas=(0.9, 0.999)):
+    """Adam (Kingma and Ba 2015, algorithm 1) in place, as torch.optim.Adam computes it [D3].
+
+    1 - beta^t is the same moving average, of ones: pow(), fused into the loop, would double its time."""
+    opt["exp_avg"].lerp_(grad, 1 - betas[0])
+    opt["exp_avg_sq"].lerp_(grad.square(), 1 - betas[1])
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * (1 - grad.new_tensor(betas))).unbind()
+    deviation = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()
+    opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (deviation + eps))
+
+
+def train_step(agent, opt, batch, state, index, hyper, metrics):
+    """One optimiser step on sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
+    args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
+
+    def loss_of(params):
+        inputs = (mb["obs"], state[index], mb["starts"], mb.get("mask"), mb["actions"])
+        _, newlogprob, entropy, newvalue, _ = functional_call(agent, parameter_views(agent, params), inputs)
+        return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
+
+    grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+    if world_size() > 1:
+        grad = sum_over_ranks(grad) / world_size()
+    norm = grad.norm()
+    if args.max_grad_norm:
+        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
+    adam_step(opt, grad, hyper[0], args.adam_eps)
+    metrics.add_(torch.cat([step_metrics, norm.view(1)]))
+
+
+# ---------------------------------------------------------------------------------------- rollout and update
+
+
+@torch.no_grad()
+def play(tasks, agent, greedy=False):
+    """Play one trial in each of N new tasks, the memory empty at its start and kept over its episodes (2).
+
+    Yields for each of the T steps the input, the forward pass's results, the observation (N, O), the reward
+    drawn, whether the episode ended, and the reward expected (N,)."""
+    obs, task = tasks.reset()
+    num_trials, device = len(obs), agent.value_std.device
+    state = torch.zeros(num_trials, agent.state_size, device=device)
+    shape = (num_trials, 1) if agent.discrete else (num_trials, agent.num_actions)
+    action = torch.zeros(shape, dtype=torch.long if agent.discrete else torch.float32, device=device)
+    reward, done = torch.zeros(num_trials, device=device), torch.ones(num_trials, device=device)
+    for _ in range(agent.args.trial_length):
+        inputs = agent.encode(obs, action, reward, done, task)
+        noise = 0.0 if greedy else agent.draw_noise(num_trials)
+        action, logprob, _, value, state = agent(inputs.unsqueeze(0), state, noise=noise)
+        action, seen = action[0], obs
+        obs, reward, done, expected = tasks.step(action)
+        yield inputs, action, logprob[0], value[0], seen, reward, done, expected
+
+
+def episode_returns(rewards, done, num_episodes):
+    """Return of each episode of a trial (n, N) from rewards and episode ends (T, N)."""
+    index = (done.cumsum(0) - done).long().clamp(max=num_episodes - 1)
+    return rewards.new_zeros(num_episodes, rewards.shape[1]).scatter_add_(0, index, rewards)
+
+
+def collect(tasks, agent):
+    """One trial in each of N new tasks [D1].
+
+    Returns the rollout, tensors (T, N, ...), observations (T, N, O) and returns of the episodes (n, N)."""
+    steps = zip(*play(tasks, agent), strict=True)
+    inputs, actions, logprobs, values, obs, rewards, done, expected = map(torch.stack, steps)
+    last = torch.zeros_like(rewards)
+    last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends (2)
+    rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values,
+               "rewards": expected if agent.args.expected_reward else rewards, "terminated": last, "done": last,
+               "starts": torch.zeros_like(rewards),
+               "states": torch.zeros(1, rewards.shape[1], agent.state_size, device=rewards.device)}
+    return rollout, obs, episode_returns(rewards, done, agent.args.episodes_per_trial)
+
+
+def next_values(agent, rollout, values):
+    """Values (T, N) of the states that the actions led to; after a trial there is nothing."""
+    return torch.cat([values[1:], torch.zeros_like(values[:1])])
+
+
+def to_sequences(x, length):
+    """(T, N, ...) to S = N * T / length sequences side by side, (length, S, ...) [D35]."""
+    return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(1, 2)
+
+
+@torch.no_grad()
+def update(agent, opt, rollout, stream, hyper, step):
+    """Learn from one rollout by `step`, which is train_step. Returns METRICS, means over all minibatches."""
+    args, device = agent.args, agent.value_std.device
+    rewards, values, length = rollout["rewards"], rollout["values"], args.seq_len
+    if args.norm_reward:
+        rewards = normalize_rewards(rewards, rollout["done"], stream.discounted, agent)
+    numbers = [hyper[name] for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")]
+    numbers = torch.tensor(numbers, device=device)  # no floats, for which the graph would be compiled anew
+    metrics, steps = torch.zeros(len(METRICS), device=device), 0
+    state = rollout["states"][::length].flatten(0, 1)
+    for epoch in range(hyper["update_epochs"]):
+        if epoch and args.recompute_adv:
+            values = agent.get_value(rollout["obs"], rollout["states"][0], rollout["starts"])
+        if not epoch or args.recompute_adv:
+            advantages = compute_gae(rewards, values, next_values(agent, rollout, values),
+                                     rollout["terminated"], rollout["done"], args.gamma,
+                                     args.gae_lambda if args.gae else 1.0)
+            returns = advantages + values  # TD(lambda) [D5]
+            if args.norm_value and not epoch:
+                agent.value_rms.update(returns.flatten())
+                agent.value_std.copy_((agent.value_rms.var + 1e-8).sqrt())
+            if args.norm_adv and args.norm_adv_scope == "batch":
+                advantages = normalize_advantages(advantages)
+            names = [k for k in ("obs", "actions", "logprobs", "values", "starts", "mask") if k in rollout]
+            arrays = {k: rollout[k] for k in names} | {"advantages": advantages, "returns": returns}
+            batch = {name: to_sequences(x, length) for name, x in arrays.items()}
+        before = metrics.clone()
+        for index in torch.randperm(len(state), device=device).chunk(args.num_minibatches):  # [D6]
+            step(agent, opt, batch, state, index, numbers, metrics)
+            steps += 1
+        if hyper["target_kl"] is not None:  # [X3]; the same in all processes, or one would wait for ever
+            kl = sum_over_ranks(metrics - before)[METRICS.index("approx_kl")] / args.num_minibatches
+            if kl / world_size() > hyper["target_kl"]:
+                break
+    means = sum_over_ranks(metrics) / steps / world_size()
+    result = dict(zip(METRICS, means.tolist(), strict=True))
+    result["explained_variance"] = 1 - ((returns - rollout["values"]).var() / (returns.var() + 1e-8)).item()
+    result["epochs"] = steps // args.num_minibatches
+    return result
+
+
+# ------------------------------------------------------------------------------------ evaluation, checkpoint
+
+
+def derive_seeds(*key, n):
+    """`n` independent seeds from a key such as (seed, rank, iteration): no two streams share one."""
+    return [int(seed) for seed in np.random.SeedSequence(key).generate_state(n)]
+
+
+EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
+
+
+def restart(tasks, seed, rank, iteration):
+    """Tasks and noise from seeds of this iteration: a resume needs no simulator's state."""
+    noise, rng = derive_seeds(seed, rank, iteration, n=2)
+    torch.manual_seed(noise)
+    tasks.rng = np.random.default_rng(rng)
+
+
+def meta_test(agent, greedy, num_trials, when=0):
+    """Returns of the episodes (n, num_trials) in tasks that training has not drawn, statistics frozen, and the
+    absolute and the signed error of speed (num_trials,), means over the last episode, where there is one."""
+    args, parts, errors = agent.args, [], []
+    with torch.random.fork_rng():
+        for first in range(0, num_trials, 10_000):
+            tasks = make_tasks(args, min(num_trials - first, 10_000), agent.value_std.device)
+            restart(tasks, args.seed, EVALUATION + when, first)
+            rewards, done, trial_errors = [], [], []
+            for *_, reward, end, _ in play(tasks, agent, greedy):
+                rewards.append(reward)
+                done.append(end)
+                trial_errors.append(getattr(tasks, "error", None))
+            parts.append(episode_returns(torch.stack(rewards), torch.stack(done), args.episodes_per_trial).cpu())
+            if trial_errors[0] is not None:
+                errors.append(np.stack(trial_errors[-args.episode_length :]))
+    errors = np.concatenate(errors, 1) if errors and getattr(tasks, "at_speed", False) else None
+    return torch.cat(parts, 1).double().numpy(), errors
+
+
+def report_meta_test(agent):
+    """Meta-test with sampled and with greedy actions, and print both. Returns summary.json's numbers."""
+    args = agent.args
+    num_trials = args.test_trials or (40 if FAMILIES.get(args.env_id, Simulator) is Simulator else 100_000)
+    summary = {"eval_episodes": num_trials * args.episodes_per_trial}
+    for greedy, name, key in ((True, "eval", "trial_return_greedy"), (False, "eval_sampled", "trial_return")):
+        episodes, errors = meta_test(agent, greedy, num_trials)
+        trials = episodes.sum(0)
+        error = trials.std(ddof=1) / math.sqrt(num_trials) if num_trials > 1 else float("nan")
+        summary |= {f"{name}_mean": trials.mean(), f"{name}_std": trials.std(), f"{key}_mean": trials.mean(),
+                    f"{key}_se": error}
+        print(f"{'greedy' if greedy else 'sampled'} actions, {num_trials} trials in new tasks: return of a trial "
+              f"{trials.mean():.3f} +- {error:.3f}")
+        if errors is not None:  # per task, or a mean speed would pass for adaptation
+            honest, signed = np.abs(errors).sum(0).mean(), abs(errors.sum(0).mean())
+            summary |= {f"{key}_cost": honest, f"{key}_signed_cost": signed}
+            print(f"  last episode: sum of |speed - goal| {honest:.1f}, of the signed error {signed:.1f}")
+        shown = sorted({0, 1, 2, 4, args.episodes_per_trial // 2, args.episodes_per_trial - 1})
+        print("  return of episode " + ", ".join(f"{i + 1}: {episodes[i].mean():.3f}" for i in shown
+                                               if i < args.episodes_per_trial))
+    summary["episode_returns"] = episodes.mean(1).tolist()
+    return {key: value if isinstance(value, list | int) else float(value) for key, value in summary.items()}
+
+
+def save_checkpoint(run_dir, agent, at, **state):
+    """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
+    content = {"script": SCRIPT, "args": asdict(agent.args), "at": vars(at), "agent": agent.state_dict()}
+    content |= state
+    with open(run_dir / "checkpoint.tmp", "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(run_dir):
+    """Content of a run's checkpoint.pt: plain tensors and numbers only."""
+    path = Path(run_dir) / "checkpoint.pt"
+    if not path.is_file():
+        raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        script, saved = checkpoint["script"], checkpoint["args"]
+    except Exception as error:
+        raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
+    if script != SCRIPT:
+        raise UsageError(f"{path} was written by {script}.py: use that script")
+    if saved.keys() != vars(Args()).keys():
+        raise UsageError(f"{path} was written by a {SCRIPT}.py with other flags: use that one")
+    return checkpoint
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+class RunLog:
+    """metrics.csv, TensorBoard, Weights & Biases and the console of a run that goes on after `rows`."""
+
+    CHARTS = ("episodic_return", "episodic_length", "learning_rate", "SPS")
+    COLUMNS = ("global_step", "seconds", *CHARTS, *LOGGED)
+
+    def __init__(self, run_dir, args, rows):
+        self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
+        run_dir.mkdir(parents=True, exist_ok=True)
+        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
+        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
+        about = {m.__name__: m.__version__ for m in (torch, np, gym)}
+        about |= {"git_commit": commit or None, "script": SCRIPT}
+        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        if args.track:
+            import_or_explain("wandb", "--track").init(
+                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
+                dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
+        self.file = open(run_dir / "metrics.csv", "w", buffering=1)  # noqa: SIM115
+        self.file.writelines(",".join(map(str, row)) + "\n" for row in (self.COLUMNS, *rows))
+        self.bar = tqdm(total=args.total_timesteps, initial=done, unit=" steps",
+                        disable=not sys.stderr.isatty())
+
+    def log(self, at, numbers, milestone):
+        """Write one iteration's numbers. Without a terminal only milestones are printed."""
+        returns, lengths = np.mean(at.recent, 0).tolist() if at.recent else (float("nan"), float("nan"))
+        numbers |= {"global_step": at.global_step, "seconds": at.seconds,
+                    "episodic_return": returns, "episodic_length": lengths}
+        self.rows.append([numbers[name] for name in self.COLUMNS])
+        self.file.write(",".join(map(str, self.rows[-1])) + "\n")
+        for name in self.COLUMNS[2:]:
+            group = "charts" if name in self.CHARTS else "losses"
+            self.writer.add_scalar(f"{group}/{name}", numbers[name], numbers["global_step"])
+        self.bar.set_postfix_str(f"return {returns:.1f}", refresh=False)
+        self.bar.update(at.global_step - self.bar.n)
+        if self.bar.disable and milestone:
+            print(f"{at.global_step} steps, {numbers['SPS']:.0f} steps/s, return {returns:.1f}", flush=True)
+
+    def close(self, summary=None):
+        """Close the files; `summary` goes into summary.json."""
+        self.bar.close()
+        self.file.close()
+        if summary:
+            self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
+            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.writer.close()
+
+
+LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl")
+
+
+def read_live(path, seen, values, global_step):
+    """Take changes from live.json into `values`. Returns its modification time, next time's `seen`."""
+    modified = path.stat().st_mtime_ns if path.exists() else None
+    if modified in (seen, None):
+        return modified
+    try:
+        changes = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        tqdm.write(f"live.json ignored: {error}")
+        return modified
+    for name, value in changes.items():
+        number = type(value) is int or (type(value) is float and name != "update_epochs")
+        valid = (number and 0 < value < float("inf")) or (value == 0 and name.endswith("coef"))
+        if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
+            tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
+        elif values[name] != value:
+            tqdm.write(f"live.json at step {global_step}: {name} {values[name]} -> {value}")
+            values[name] = value
+    return modified
+
+
+def set_up_torch(args):
+    """Threads and determinism. Returns the device."""
+    torch.set_num_threads(args.torch_threads)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS demands it
+    name = args.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
+
+
+def join_processes(device):
+    """The process group under torchrun [X2]. Returns this process's rank."""
+    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        atexit.register(dist.destroy_process_group)
+    return int(os.environ.get("RANK", 0))
+
+
+def build(args, checkpoint, device):
+    """Tasks, agent and optimiser state, new or as the checkpoint has them."""
+    tasks = make_tasks(args, args.num_trials, device)
+    torch.manual_seed(args.seed)  # the same weights in every process
+    agent = Agent(tasks, args).to(device)
+    opt = flatten_parameters(agent)
+    if checkpoint:
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UsageError(f"the checkpoint is of an environment with other spaces: {reason}") from error
+        for name, value in opt.items():
+            value.copy_(checkpoint["opt"][name])
+    return tasks, agent, opt
+
+
+def choose_run_dir(args):
+    """The run's folder, which holds no other run."""
+    env_name = args.env_id.replace("/", "_").replace(":", "_")
+    name = f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
+    run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
+    if not args.resume and (run_dir.is_file() or (run_dir / "checkpoint.pt").exists()):
+        raise UsageError(f"--run-dir {run_dir} is a file or holds a run: --resume it or give another folder")
+    return run_dir
+
+
+def print_header(args, tasks, agent, num_iterations, run_dir, device):
+    print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
+          f"  inputs {agent.input_size} (observation, action, reward, end), actions {tasks.action_space}\n"
+          f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s)\n"
+          f"  {num_iterations} iterations of {args.num_trials} trials of {args.episodes_per_trial} episodes, "
+          f"{args.trial_length} steps, at most {args.update_epochs} epochs of {args.num_minibatches} minibatches\n"
+          f"  folder {run_dir}", flush=True)
+
+
+def catch_signals():
+    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
+    caught = []
+
+    def catch(signum, frame):
+        caught.append(signum)
+        signal.signal(signum, signal.SIG_DFL)
+
+    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+
+
+def schedule(live, remaining, args):
+    """This iteration's hyper-parameters, the same in every process; `remaining` falls from 1 to 0."""
+    everyone = [live]
+    if world_size() > 1:
+        dist.broadcast_object_list(everyone)
+    hyper = dict(everyone[0])
+    hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
+    hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+    return hyper
+
+
+def check_finite(iteration, **quantities):
+    for name, value in quantities.items():
+        if not np.isfinite(value).all():
+            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the checkpoint is kept")
+
+
+def reached(tests, args):
+    """Whether the last stop_window meta-tests, (steps, mean return) each, all reach stop_goal."""
+    window = [value for _, value in tests[-args.stop_window :]]
+    return args.stop_goal is not None and len(window) == args.stop_window and min(window) >= args.stop_goal
+
+
+def train(args, checkpoint=None):
+    """Train from the start or on from a checkpoint, then meta-test. Returns what summary.json holds."""
+    clock, device = time.perf_counter(), set_up_torch(args)
+    rank = join_processes(device)
+    batch_size = args.num_trials * args.trial_length * world_size()
+    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[], tests=[])
+    if checkpoint:
+        at = SimpleNamespace(**checkpoint["at"])
+    num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
+    if num_iterations <= at.iteration:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
+                         f"after the {at.global_step} that are done: give a larger one")
+    if at.batch_size != batch_size:
+        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
+                         "resume it with as many processes")
+    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
+    tasks, agent, opt = build(args, checkpoint, device)
+    log = RunLog(run_dir, args, at.rows) if rank == 0 else None
+    if log:
+        print_header(args, tasks, agent, num_iterations, run_dir, device)
+    restart(tasks, args.seed, rank, at.iteration)
+    stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
+    if args.norm_obs and not checkpoint:
+        agent.obs_rms.update(collect(tasks, agent)[1])
+    live, live_seen = {name: getattr(args, name) for name in LIVE}, None
+    (signals, handlers), stop = catch_signals(), False
+    while at.iteration < num_iterations and not stop:
+        live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
+        hyper = schedule(live, 1 - at.iteration / num_iterations, args)
+        at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
+        rollout, obs, episodes = collect(tasks, agent)
+        check_finite(at.iteration, observations=obs.cpu().numpy(), rewards=rollout["rewards"].cpu().numpy())
+        losses = update(agent, opt, rollout, stream, hyper, train_step)
+        check_finite(at.iteration, **losses)
+        if args.norm_obs:
+            agent.obs_rms.update(obs)  # [D28]
+        at.recent = [(episodes.sum(0).mean().item(), args.trial_length)]
+        if args.test_every and at.iteration % args.test_every == 0:
+            at.tests.append((at.global_step, test_mean(agent, at.iteration)))
+        stop = bool(sum_over_ranks(torch.tensor(len(signals)))) or reached(at.tests, args)
+        save = at.iteration % save_every == 0 or at.iteration == num_iterations or stop
+        clock, seconds = time.perf_counter(), time.perf_counter() - clock
+        at.seconds += seconds
+        if log:
+            losses |= {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds,
+                       "last_episode_return": episodes[-1].mean().item(),
+                       "test_return": at.tests[-1][1] if at.tests else float("nan")}
+            log.log(at, losses, save)
+        if save and log:
+            save_checkpoint(run_dir, agent, at, opt=opt)
+        if save:
+            restart(tasks, args.seed, rank, at.iteration)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    return finish(agent, run_dir, at, log, num_iterations) if log else None
+
+
+def test_mean(agent, when):
+    """Mean return of a trial in a short meta-test of greedy actions."""
+    args = agent.args
+    num_trials = args.test_trials // 10 or (20 if FAMILIES.get(args.env_id, Simulator) is Simulator else 10_000)
+    return float(meta_test(agent, True, num_trials, when)[0].sum(0).mean())
+
+
+def finish(agent, run_dir, at, log, num_iterations):
+    """Meta-test and write summary.json, or say how to go on with a run that was stopped."""
+    if at.iteration < num_iterations and not reached(at.tests, agent.args):
+        log.close()
+        print(f"saved at {at.global_step} steps; to go on: python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(130)
+    speeds = [row[RunLog.COLUMNS.index("SPS")] for row in at.rows]
+    summary = {"env_id": agent.args.env_id, "seed": agent.args.seed, "global_step": at.global_step,
+               "seconds": at.seconds, "sps": float(np.median(speeds))}
+    log.bar.close()
+    summary |= report_meta_test(agent)
+    log.close(summary)
+    print(f"  folder {run_dir}\n  again: python {sys.argv[0]} --evaluate {run_dir}")
+    return summary
+
+
+def evaluate_run(args, checkpoint):
+    _, agent, _ = build(args, checkpoint, set_up_torch(args))
+    report_meta_test(agent)
+
+
+# What may be given again with --resume and --evaluate.
+FREE = {"resume", "evaluate", "total_timesteps", "test_trials", "stop_goal", "device", "torch_threads", "track",
+        "wandb_project_name", "wandb_entity"}
+# Flags that need a package beyond the script's own.
+OPTIONAL = {"track": "wandb"}
+
+
+def main():
+    try:
+        args, checkpoint = tyro.cli(Args, description=__doc__), None
+        if args.resume or args.evaluate:
+            checkpoint = load_checkpoint(args.resume or args.evaluate)
+            saved = Args(**checkpoint["args"])
+            args = tyro.cli(Args, description=__doc__, default=saved)
+            for name in vars(args).keys() - FREE:
+                if getattr(args, name) != getattr(saved, name):
+                    raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: the run has "
+                                     f"{getattr(saved, name)}, and goes on under its own flags")
+        for flag, module in OPTIONAL.items():
+            if getattr(args, flag):
+                import_or_explain(module, f"--{flag.replace('_', '-')}")
+        evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except (UsageError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()
