@@ -35,6 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +83,7 @@ class Args:
     test_every: int = 0
     """iterations between meta-tests while training, each of a tenth of test_trials; 0: none"""
     stop_goal: float | None = None
-    """training ends early once the last stop_window meta-tests reach that mean return of a trial; None: never"""
+    """training ends early once the last stop_window meta-tests reach that return of a trial; None: never"""
     stop_window: int = 3
     """meta-tests in a row that must reach stop_goal"""
 
@@ -153,7 +154,7 @@ class Args:
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
     expected_reward: bool = False
-    """advantages from the expected reward of each action, where the task tells it; the agent sees the drawn one"""
+    """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
     privileged_critic: bool = False
     """the value function, which only training needs, sees the task"""
     share_network: bool = True
@@ -204,8 +205,8 @@ class Args:
             if isinstance(value, (int, float)) and not signed and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
         if self.num_trials % self.num_minibatches:
-            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {self.num_trials} "
-                             "trials of a rollout: give a divisor")
+            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the "
+                             f"{self.num_trials} trials of a rollout: give a divisor")
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -219,7 +220,9 @@ def import_or_explain(module, option):
 
 
 class Bandit:
-    """k arms that pay 1 with probabilities drawn from [0, 1]; an episode is a pull, observations are empty."""
+    """k arms that pay 1 with probabilities uniform in [0, 1]; an episode is a pull, nothing is observed."""
+
+    TEST_TRIALS = 100_000
 
     def __init__(self, args, num_trials, device):
         self.shape, self.device = (num_trials, args.num_arms), device
@@ -241,7 +244,7 @@ class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; transitions are uniform on the simplex, mean
     rewards of normal distribution around 1, as is a reward around its mean."""
 
-    STATES, ACTIONS, HORIZON = 10, 5, 10
+    STATES, ACTIONS, HORIZON, TEST_TRIALS = 10, 5, 10, 100_000
 
     def __init__(self, args, num_trials, device):
         self.trial = torch.arange(num_trials, device=device)
@@ -282,21 +285,23 @@ class Runner(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        error = info["x_velocity"] - self.goal
-        run = -abs(error) if self.at_speed else self.goal * info["x_velocity"]
-        return obs, reward - info["reward_forward"] + run, terminated, truncated, {"error": error}
+        self.error = info["x_velocity"] - self.goal
+        run = -abs(self.error) if self.at_speed else self.goal * info["x_velocity"]
+        return obs, reward - info["reward_forward"] + run, terminated, truncated, {}
 
 
-# Gymnasium id, whether a task is a speed, what else the environment is made with, and a task's distribution.
+# Gymnasium id, whether the goal is a speed, what else the environment is made with, the goals' distribution.
 RUNNERS = {
-    "HalfCheetahDir": ("HalfCheetah-v5", False, {"ctrl_cost_weight": 0.05}, lambda rng: rng.choice([-1.0, 1.0])),
+    "HalfCheetahDir": ("HalfCheetah-v5", False, {"ctrl_cost_weight": 0.05}, lambda rng: rng.choice([-1, 1])),
     "HalfCheetahVel": ("HalfCheetah-v5", True, {"ctrl_cost_weight": 0.05}, lambda rng: rng.uniform(0, 2)),
-    "AntDir": ("Ant-v5", False, {"terminate_when_unhealthy": False}, lambda rng: rng.choice([-1.0, 1.0])),
+    "AntDir": ("Ant-v5", False, {"terminate_when_unhealthy": False}, lambda rng: rng.choice([-1, 1])),
 }
 
 
 class Simulator:
     """Tasks in Gymnasium environments. An observation after an episode's end is the next one's first."""
+
+    TEST_TRIALS = 40
 
     def __init__(self, args, num_trials, device):
         self.device, self.rng = device, np.random.default_rng(0)
@@ -316,6 +321,8 @@ class Simulator:
             return env if flat else gym.wrappers.FlattenObservation(env)
 
         try:
+            if "mujoco" in str(gym.spec(env_id).entry_point):  # its warnings once, not num_trials times
+                import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
             self.envs = SyncVectorEnv([make_env] * num_trials, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError) as error:
             close = difflib.get_close_matches(env_id, [*FAMILIES, *gym.registry], cutoff=0.5)
@@ -344,8 +351,9 @@ class Simulator:
         else:
             low, high = self.action_space.low, self.action_space.high
             action = np.clip(action.reshape(-1, *low.shape), low, high)
-        obs, reward, terminated, truncated, info = self.envs.step(action)
-        self.error = info.get("error")
+        obs, reward, terminated, truncated, _ = self.envs.step(action)
+        if self.at_speed:
+            self.error = np.array([env.error for env in self.envs.envs])
         reward = self.tensor(reward)
         return self.tensor(obs), reward, self.tensor(terminated | truncated), reward
 
@@ -353,7 +361,7 @@ class Simulator:
 def load_sampler(args):
     """The function that --task-sampler names."""
     if args.task_sampler is None:
-        raise UsageError(f"--env-id {args.env_id} is none of {', '.join(FAMILIES)}: give a --task-sampler, too")
+        raise UsageError(f"--env-id {args.env_id} is none of {', '.join(FAMILIES)}: give a --task-sampler")
     module, _, function = args.task_sampler.partition(":")
     try:
         sys.path.insert(0, os.getcwd())
@@ -365,8 +373,12 @@ def load_sampler(args):
 FAMILIES = {"Bandit": Bandit, "TabularMDP": TabularMDP, **dict.fromkeys(RUNNERS, Simulator)}
 
 
+def task_class(args):
+    return FAMILIES.get(args.env_id, Simulator)
+
+
 def make_tasks(args, num_trials, device):
-    return FAMILIES.get(args.env_id, Simulator)(args, num_trials, device)
+    return task_class(args)(args, num_trials, device)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -454,8 +466,8 @@ def layer_init(layer, gain, args):
 class Agent(nn.Module):
     """Policy, value function and every statistic that they need.
 
-    Inputs (L, S, D) are trials side by side, behind them what the critic may see of the task; `state` (S, R) is
-    the memory before the first step. `starts` and `mask` are for the functions shared with the other scripts."""
+    Inputs (L, S, D) are trials side by side, followed by what the critic may see of the task; `state` (S, R)
+    is the memory before the first step. `starts` and `mask` serve functions shared with other scripts."""
 
     def __init__(self, tasks, args):
         super().__init__()
@@ -469,15 +481,16 @@ class Agent(nn.Module):
         self.task_size = tasks.task_dim if args.privileged_critic else 0
         layer, size = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn], args.rnn_hidden
         count = 1 if args.share_network else 2  # [D13]
-        self.memories = nn.ModuleList(layer_init(layer(self.input_size, size), 1.0, args) for _ in range(count))
-        self.norms = nn.ModuleList(nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count))
+        memories = [layer_init(layer(self.input_size, size), 1.0, args) for _ in range(count)]
+        norms = [nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count)]
+        self.memories, self.norms = nn.ModuleList(memories), nn.ModuleList(norms)
         self.state_size = size * count * (2 if args.rnn == "lstm" else 1)
         self.actor = layer_init(nn.Linear(size, self.num_actions), 0.01, args)
         critic_size = size + self.task_size
         self.critic = layer_init(nn.Linear(critic_size, 1), 1.0, args)
         if self.task_size:
-            self.critic = nn.Sequential(layer_init(nn.Linear(critic_size, 2 * size), 2**0.5, args), nn.ReLU(),
-                                        layer_init(nn.Linear(2 * size, 1), 1.0, args))
+            wide = layer_init(nn.Linear(critic_size, 2 * size), 2**0.5, args)
+            self.critic = nn.Sequential(wide, nn.ReLU(), layer_init(nn.Linear(2 * size, 1), 1.0, args))
         if not self.discrete:
             log_std = torch.full((self.num_actions,), args.log_std_init)
             self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
@@ -494,22 +507,23 @@ class Agent(nn.Module):
         """Input of a step (N, D): the observation, and action, reward and episode end before it (2)."""
         if self.discrete:
             action = nn.functional.one_hot(action.squeeze(1), self.num_actions)
-        parts = (self.normalize(obs), action, reward.unsqueeze(1), done.unsqueeze(1), task[:, : self.task_size])
+        before = (action, reward.unsqueeze(1), done.unsqueeze(1))
+        parts = (self.normalize(obs), *before, task[:, : self.task_size])
         return torch.cat([part.float() for part in parts], 1)
 
     def remember(self, inputs, state):
         """Features (L, S, F) of policy and value function, and the memory after the last step (S, R)."""
         inputs, outputs, states = inputs[..., : self.input_size], [], []
-        for memory, norm, part in zip(self.memories, self.norms, state.chunk(len(self.memories), -1), strict=True):
+        parts = state.chunk(len(self.memories), -1)
+        for memory, norm, part in zip(self.memories, self.norms, parts, strict=True):
             if self.args.rnn == "lstm":
                 hidden, cell = (x.contiguous() for x in part[None].chunk(2, -1))
-                output, parts = memory(inputs, (hidden, cell))
-                part = torch.cat(parts, -1)[0]
+                output, after = memory(inputs, (hidden, cell))
+                after = torch.cat(after, -1)
             else:
-                output, part = memory(inputs, part[None].contiguous())
-                part = part[0]
+                output, after = memory(inputs, part[None].contiguous())
             outputs.append(norm(output))
-            states.append(part)
+            states.append(after[0])
         return outputs[0], outputs[-1], torch.cat(states, -1)
 
     def value(self, features, inputs):
@@ -691,11 +705,11 @@ def collect(tasks, agent):
     Returns the rollout, tensors (T, N, ...), observations (T, N, O) and returns of the episodes (n, N)."""
     steps = zip(*play(tasks, agent), strict=True)
     inputs, actions, logprobs, values, obs, rewards, done, expected = map(torch.stack, steps)
-    last = torch.zeros_like(rewards)
+    zeros, last = torch.zeros_like(rewards), torch.zeros_like(rewards)
     last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends (2)
-    rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values,
-               "rewards": expected if agent.args.expected_reward else rewards, "terminated": last, "done": last,
-               "starts": torch.zeros_like(rewards),
+    rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values, "starts": zeros,
+               "rewards": expected if agent.args.expected_reward else rewards,
+               "terminated": last, "done": last,
                "states": torch.zeros(1, rewards.shape[1], agent.state_size, device=rewards.device)}
     return rollout, obs, episode_returns(rewards, done, agent.args.episodes_per_trial)
 
@@ -771,47 +785,44 @@ def restart(tasks, seed, rank, iteration):
 
 
 def meta_test(agent, greedy, num_trials, when=0):
-    """Returns of the episodes (n, num_trials) in tasks that training has not drawn, statistics frozen, and the
-    absolute and the signed error of speed (num_trials,), means over the last episode, where there is one."""
-    args, parts, errors = agent.args, [], []
+    """Returns of the episodes (n, num_trials) in tasks that training has not drawn, statistics frozen.
+
+    Beside them, where the goal is a speed, its error in each step of the last episode, else None."""
+    args, returns, errors = agent.args, [], []
+    at_speed = args.env_id in RUNNERS and RUNNERS[args.env_id][1]
     with torch.random.fork_rng():
         for first in range(0, num_trials, 10_000):
             tasks = make_tasks(args, min(num_trials - first, 10_000), agent.value_std.device)
             restart(tasks, args.seed, EVALUATION + when, first)
-            rewards, done, trial_errors = [], [], []
+            rewards, done = [], []
             for *_, reward, end, _ in play(tasks, agent, greedy):
                 rewards.append(reward)
                 done.append(end)
-                trial_errors.append(getattr(tasks, "error", None))
-            parts.append(episode_returns(torch.stack(rewards), torch.stack(done), args.episodes_per_trial).cpu())
-            if trial_errors[0] is not None:
-                errors.append(np.stack(trial_errors[-args.episode_length :]))
-    errors = np.concatenate(errors, 1) if errors and getattr(tasks, "at_speed", False) else None
-    return torch.cat(parts, 1).double().numpy(), errors
+                errors.append(getattr(tasks, "error", None))
+            part = episode_returns(torch.stack(rewards), torch.stack(done), args.episodes_per_trial)
+            returns.append(part.cpu().double().numpy())
+    return np.concatenate(returns, 1), np.stack(errors)[-args.episode_length :] if at_speed else None
 
 
 def report_meta_test(agent):
-    """Meta-test with sampled and with greedy actions, and print both. Returns summary.json's numbers."""
-    args = agent.args
-    num_trials = args.test_trials or (40 if FAMILIES.get(args.env_id, Simulator) is Simulator else 100_000)
-    summary = {"eval_episodes": num_trials * args.episodes_per_trial}
-    for greedy, name, key in ((True, "eval", "trial_return_greedy"), (False, "eval_sampled", "trial_return")):
-        episodes, errors = meta_test(agent, greedy, num_trials)
-        trials = episodes.sum(0)
-        error = trials.std(ddof=1) / math.sqrt(num_trials) if num_trials > 1 else float("nan")
-        summary |= {f"{name}_mean": trials.mean(), f"{name}_std": trials.std(), f"{key}_mean": trials.mean(),
-                    f"{key}_se": error}
-        print(f"{'greedy' if greedy else 'sampled'} actions, {num_trials} trials in new tasks: return of a trial "
-              f"{trials.mean():.3f} +- {error:.3f}")
-        if errors is not None:  # per task, or a mean speed would pass for adaptation
-            honest, signed = np.abs(errors).sum(0).mean(), abs(errors.sum(0).mean())
+    """Meta-test with greedy and with sampled actions, and print both. Returns summary.json's numbers."""
+    args, summary = agent.args, {}
+    num_trials = args.test_trials or task_class(args).TEST_TRIALS
+    for name, key in (("eval", "trial_return_greedy"), ("eval_sampled", "trial_return")):
+        episodes, errors = meta_test(agent, name == "eval", num_trials)
+        x, n = episodes.sum(0), args.episodes_per_trial
+        error = float(x.std(ddof=1) / math.sqrt(num_trials)) if num_trials > 1 else float("nan")
+        summary |= {f"{name}_mean": float(x.mean()), f"{name}_std": float(x.std()),
+                    f"{key}_mean": float(x.mean()), f"{key}_se": error}
+        shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
+        print(f"{'greedy' if name == 'eval' else 'sampled'} actions, {num_trials} trials in new tasks: "
+              f"return {x.mean():.3f} +- {error:.3f}, by episode "
+              + ", ".join(f"{i}: {episodes[i - 1].mean():.3f}" for i in shown))
+        if errors is not None:  # of each task: a mean speed would have little signed error
+            honest, signed = float(np.abs(errors).sum(0).mean()), float(abs(errors.sum(0).mean()))
             summary |= {f"{key}_cost": honest, f"{key}_signed_cost": signed}
-            print(f"  last episode: sum of |speed - goal| {honest:.1f}, of the signed error {signed:.1f}")
-        shown = sorted({0, 1, 2, 4, args.episodes_per_trial // 2, args.episodes_per_trial - 1})
-        print("  return of episode " + ", ".join(f"{i + 1}: {episodes[i].mean():.3f}" for i in shown
-                                               if i < args.episodes_per_trial))
-    summary["episode_returns"] = episodes.mean(1).tolist()
-    return {key: value if isinstance(value, list | int) else float(value) for key, value in summary.items()}
+            print(f"  last episode's sum of |speed - goal| {honest:.1f}, of the signed error {signed:.1f}")
+    return summary | {"eval_episodes": num_trials * n, "episode_returns": episodes.mean(1).tolist()}
 
 
 def save_checkpoint(run_dir, agent, at, **state):
@@ -974,7 +985,7 @@ def print_header(args, tasks, agent, num_iterations, run_dir, device):
           f"  inputs {agent.input_size} (observation, action, reward, end), actions {tasks.action_space}\n"
           f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s)\n"
           f"  {num_iterations} iterations of {args.num_trials} trials of {args.episodes_per_trial} episodes, "
-          f"{args.trial_length} steps, at most {args.update_epochs} epochs of {args.num_minibatches} minibatches\n"
+          f"{args.trial_length} steps, at most {args.update_epochs} epochs of {args.num_minibatches} parts\n"
           f"  folder {run_dir}", flush=True)
 
 
@@ -1017,7 +1028,8 @@ def train(args, checkpoint=None):
     clock, device = time.perf_counter(), set_up_torch(args)
     rank = join_processes(device)
     batch_size = args.num_trials * args.trial_length * world_size()
-    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[], tests=[])
+    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
+                         tests=[])
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
     num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
@@ -1072,7 +1084,7 @@ def train(args, checkpoint=None):
 def test_mean(agent, when):
     """Mean return of a trial in a short meta-test of greedy actions."""
     args = agent.args
-    num_trials = args.test_trials // 10 or (20 if FAMILIES.get(args.env_id, Simulator) is Simulator else 10_000)
+    num_trials = (args.test_trials or task_class(args).TEST_TRIALS) // 10
     return float(meta_test(agent, True, num_trials, when)[0].sum(0).mean())
 
 
@@ -1098,8 +1110,8 @@ def evaluate_run(args, checkpoint):
 
 
 # What may be given again with --resume and --evaluate.
-FREE = {"resume", "evaluate", "total_timesteps", "test_trials", "stop_goal", "device", "torch_threads", "track",
-        "wandb_project_name", "wandb_entity"}
+FREE = {"resume", "evaluate", "total_timesteps", "test_trials", "stop_goal", "device", "torch_threads",
+        "track", "wandb_project_name", "wandb_entity"}
 # Flags that need a package beyond the script's own.
 OPTIONAL = {"track": "wandb"}
 
