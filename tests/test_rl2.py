@@ -1,0 +1,322 @@
+"""RL^2: its memory and its trials, tasks with known means, meta-tests, the command line."""
+
+import csv
+import json
+import math
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_cli import unboxed
+
+import rl2_meta as rl2
+
+SCRIPT = Path(__file__).parent.parent / "rl2_meta.py"
+SMALL = {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50}
+CPU = torch.device("cpu")
+
+
+def small_args(**flags):
+    return rl2.Args(**SMALL | flags)
+
+
+def small_agent(**flags):
+    args = small_args(**flags)
+    tasks, agent, opt = rl2.build(args, None, CPU)
+    rl2.restart(tasks, args.seed, 0, 0)
+    return tasks, agent, opt
+
+
+def random_play(tasks, num_trials, steps, num_actions):
+    tasks.reset()
+    results = [tasks.step(torch.randint(num_actions, (num_trials, 1))) for _ in range(steps)]
+    return [torch.stack(x) for x in zip(*results, strict=True)]
+
+
+# ------------------------------------------------------------------------------------------------------ tasks
+
+
+def test_a_random_policy_wins_half_the_pulls():
+    tasks = rl2.Bandit(small_args(), 20_000, CPU)
+    _, reward, done, expected = random_play(tasks, 20_000, 10, 5)
+    assert reward.sum(0).mean().item() == pytest.approx(5, abs=0.05)
+    assert set(reward.unique().tolist()) == {0, 1}
+    assert expected.mean().item() == pytest.approx(0.5, abs=0.005) and (done == 1).all()
+
+
+def test_an_arm_pays_as_often_as_it_says():
+    tasks = rl2.Bandit(small_args(), 4, CPU)
+    tasks.reset()
+    action = torch.arange(4).unsqueeze(1)
+    rewards = torch.stack([tasks.step(action)[1] for _ in range(4000)])
+    torch.testing.assert_close(rewards.mean(0), tasks.pays.gather(1, action)[:, 0], atol=0.04, rtol=0)
+
+
+def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
+    tasks = rl2.TabularMDP(small_args(), 4000, CPU)
+    obs, reward, done, expected = random_play(tasks, 4000, 30, 5)
+    assert reward.sum(0).mean().item() == pytest.approx(30, abs=0.6)
+    assert (reward - expected).std().item() == pytest.approx(1, abs=0.02)
+    assert done[:, 0].nonzero().flatten().tolist() == [9, 19, 29]
+    assert (obs.sum(-1) == 1).all() and (obs[9::10, :, 0] == 1).all()  # the next episode's first state
+
+
+def test_transitions_and_rewards_of_an_mdp():
+    tasks = rl2.TabularMDP(small_args(), 1, CPU)
+    _, task = tasks.reset()
+    means, transitions = task[0, :50].view(10, 5), task[0, 50:].view(10, 5, 10)
+    torch.testing.assert_close(transitions.sum(-1), torch.ones(10, 5))
+    counts, rewards = torch.zeros(10), []
+    for _ in range(4000):
+        tasks.state, tasks.t = torch.tensor([3]), 0
+        obs, reward, *_ = tasks.step(torch.tensor([[2]]))
+        counts += obs[0]
+        rewards.append(reward.item())
+    torch.testing.assert_close(counts / 4000, transitions[3, 2], atol=0.04, rtol=0)
+    assert np.mean(rewards) == pytest.approx(means[3, 2].item(), abs=0.07)
+
+
+@pytest.mark.parametrize(("env_id", "direction"), [("HalfCheetahDir", True), ("HalfCheetahVel", False)])
+def test_reward_of_a_runner(env_id, direction):
+    args = small_args(env_id=env_id, episode_length=20, num_trials=3, num_minibatches=1)
+    tasks = rl2.make_tasks(args, 3, CPU)
+    obs, goal = tasks.reset()
+    goal, x, actions = goal[:, 0].numpy(), obs[:, 0].numpy(), np.random.default_rng(0).normal(size=(19, 3, 6))
+    for action in actions:
+        obs, reward, done, _ = tasks.step(torch.as_tensor(action))
+        speed, cost = (obs[:, 0].numpy() - x) / 0.05, 0.05 * (action.clip(-1, 1) ** 2).sum(1)
+        expected = goal * speed if direction else -np.abs(speed - goal)
+        np.testing.assert_allclose(reward, expected - cost, rtol=1e-3, atol=1e-3)
+        assert not done.any()
+        x = obs[:, 0].numpy()
+    *_, done, _ = tasks.step(torch.zeros(3, 6))
+    assert done.all() and set(goal) <= {-1, 1} if direction else len(set(goal)) == 3
+
+
+def test_a_trial_goes_on_over_episodes_of_one_task():
+    tasks = rl2.make_tasks(small_args(env_id="HalfCheetahVel", episode_length=5), 4, CPU)
+    _, goal = tasks.reset()
+    for _ in range(12):
+        tasks.step(torch.zeros(4, 6))
+    assert [env.goal for env in tasks.envs.envs] == pytest.approx(goal[:, 0].tolist())
+    assert not torch.equal(tasks.reset()[1], goal)
+
+
+# ----------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("flags", [{}, {"rnn": "lstm"}, {"share_network": False}, {"layer_norm": True},
+                                   {"privileged_critic": True, "share_network": False}],
+                         ids=lambda flags: "-".join(flags) or "gru")
+def test_a_whole_trial_at_once_equals_its_steps(flags):
+    tasks, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=3, **flags)
+    rollout, *_ = rl2.collect(tasks, agent)
+    state = rollout["states"][0]
+    assert not state.any()
+    _, logprob, _, value, _ = agent(rollout["obs"], state, action=rollout["actions"])
+    torch.testing.assert_close(logprob, rollout["logprobs"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(value, rollout["values"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(agent.get_value(rollout["obs"], state, None), rollout["values"], atol=1e-5,
+                               rtol=1e-5)
+
+
+def test_inputs_of_a_trial():
+    """The observation, and of the step before: action, reward, end of an episode; first 0, 0, 1."""
+    tasks, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=2)
+    rollout, obs, _ = rl2.collect(tasks, agent)
+    seen, action, reward, done = rollout["obs"].split([10, 5, 1, 1], -1)
+    assert torch.equal(seen, obs) and (seen[::10, :, 0] == 1).all()
+    assert (action[0, :, 0] == 1).all() and not reward[0].any() and (done[0] == 1).all()
+    assert torch.equal(action[1:].argmax(-1, keepdim=True), rollout["actions"][:-1])
+    assert torch.equal(reward[1:, :, 0], rollout["rewards"][:-1])
+    assert done[:, 0, 0].nonzero().flatten().tolist() == [0, 10]
+
+
+def test_gradient_reaches_twenty_steps_back():
+    _, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=4)
+    inputs = torch.randn(40, 2, agent.input_size, requires_grad=True)
+    state, action = torch.zeros(2, agent.state_size), torch.zeros(40, 2, 1, dtype=torch.long)
+    _, logprob, *_ = agent(inputs, state, action=action)
+    logprob[35].sum().backward()
+    reached = inputs.grad.abs().sum((1, 2))
+    assert (reached[:36] > 0).all() and not reached[36:].any()
+
+
+def test_value_flows_over_episodes_and_not_over_trials():
+    """A reward at the end of a trial counts for its first step, in full as gamma is 1, and for no other."""
+    tasks, agent, _ = small_agent(episodes_per_trial=5, gae_lambda=1.0)
+    rollout, *_ = rl2.collect(tasks, agent)
+    values = torch.zeros_like(rollout["values"])
+    rewards = torch.zeros_like(values)
+    rewards[-1, 0] = 1
+    following = rl2.next_values(agent, rollout, values)
+    advantages = rl2.compute_gae(rewards, values, following, rollout["terminated"], rollout["done"], 1.0, 1.0)
+    assert torch.equal(advantages[:, 0], torch.ones(5)) and not advantages[:, 1:].any()
+    after = rl2.next_values(agent, rollout, torch.ones_like(values))
+    assert (after[:-1] == 1).all() and not after[-1].any()
+
+
+def test_first_minibatch_has_ratio_one():
+    tasks, agent, opt = small_agent(env_id="TabularMDP")
+    rollout, *_ = rl2.collect(tasks, agent)
+    hyper = {name: getattr(agent.args, name) for name in rl2.LIVE}
+    hyper |= {"update_epochs": 1, "learning_rate": 0.0}
+    stream = rl2.SimpleNamespace(discounted=torch.zeros(16))
+    losses = rl2.update(agent, opt, rollout, stream, hyper, rl2.train_step)
+    assert abs(losses["approx_kl"]) < 1e-6 and losses["clipfrac"] == 0
+
+
+def test_expected_rewards_are_for_advantages_only():
+    drawn, expected = (rl2.collect(*small_agent(expected_reward=flag)[:2])[0] for flag in (False, True))
+    assert torch.equal(drawn["obs"], expected["obs"])  # the agent sees what was drawn
+    assert set(drawn["rewards"].unique().tolist()) == {0, 1} and len(expected["rewards"].unique()) > 40
+
+
+def test_only_a_privileged_critic_sees_the_task():
+    tasks, agent, _ = small_agent(privileged_critic=True)
+    rollout, *_ = rl2.collect(tasks, agent)
+    inputs = rollout["obs"].clone()
+    assert inputs.shape[-1] == agent.input_size + 5
+    inputs[..., agent.input_size :] += 1
+    results = [agent(x, rollout["states"][0], action=rollout["actions"]) for x in (rollout["obs"], inputs)]
+    assert torch.equal(results[0][1], results[1][1]) and not torch.equal(results[0][3], results[1][3])
+
+
+def test_returns_of_episodes():
+    rewards = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [8.0, 8.0]])
+    done = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
+    assert rl2.episode_returns(rewards, done, 2).tolist() == [[3, 1], [12, 14]]  # a third counts as the last
+
+
+def test_meta_test_disturbs_nothing_and_repeats():
+    _, agent, _ = small_agent()
+    before = torch.get_rng_state()
+    one, two = (rl2.meta_test(agent, False, 30)[0] for _ in range(2))
+    assert torch.equal(before, torch.get_rng_state()) and (one == two).all() and one.shape == (10, 30)
+    assert (one != rl2.meta_test(agent, False, 30, when=1)[0]).any()
+
+
+def test_stop_goal_needs_a_full_window():
+    args = small_args(stop_goal=5.0, stop_window=3)
+    assert not rl2.reached([(1, 9.0), (2, 9.0)], args) and rl2.reached([(1, 0.0), *((2, 5.0),) * 3], args)
+    assert not rl2.reached([(1, 9.0), (2, 4.0), (3, 9.0)], args)
+
+
+def test_learns_to_learn_a_bandit(tmp_path):
+    """Two arms, ten pulls: a random policy gets 5, the Bayes-optimal one 6.0218."""
+    args = rl2.Args(num_arms=2, total_timesteps=250_000, num_trials=200, rnn_hidden=32, learning_rate=3e-3,
+                    run_dir=str(tmp_path / "run"), test_trials=20_000)
+    summary = rl2.train(args)
+    assert 5.7 < summary["trial_return_greedy_mean"] < 6.0218 + 4 * summary["trial_return_greedy_se"]
+    assert summary["episode_returns"][-1] > summary["episode_returns"][0] + 0.1
+
+
+# ----------------------------------------------------------------------------------------------- command line
+
+SHORT = "--num-trials 16 --rnn-hidden 16 --test-trials 50 --total-timesteps 6400 --checkpoint-every 4"
+
+
+def run(folder, flags, code=0):
+    """Run the script, copied alone into that folder, and check its exit status."""
+    shutil.copy(SCRIPT, folder)
+    done = subprocess.run([sys.executable, SCRIPT.name, *flags.split()], cwd=folder, capture_output=True,
+                          text=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def read_metrics(run_dir):
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl2")
+    return folder / "run", run(folder, f"{SHORT} --run-dir run").stdout
+
+
+def test_short_run(bandit):
+    run_dir, printed = bandit
+    summary, rows = json.loads((run_dir / "summary.json").read_text()), read_metrics(run_dir)
+    assert summary["global_step"] == 6400 and [int(row["global_step"]) for row in rows][-1] == 6400
+    assert all(math.isfinite(float(row[name])) for row in rows for name in rl2.METRICS)
+    assert len(summary["episode_returns"]) == 10
+    assert sum(summary["episode_returns"]) == pytest.approx(summary["trial_return_mean"])
+    assert 0 < summary["trial_return_se"] < 1 and "trials in new tasks" in printed
+
+
+def test_evaluate_repeats_the_meta_test(bandit):
+    lines = [line for line in bandit[1].splitlines() if "trials in new tasks" in line]
+    assert run(bandit[0].parent, "--evaluate run").stdout.splitlines() == lines
+
+
+def test_killed_and_resumed_is_the_same(bandit, tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    command = [sys.executable, SCRIPT.name, *SHORT.split(), "--run-dir", "run"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 120
+    while not (tmp_path / "run" / "checkpoint.pt").exists():
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    run(tmp_path, "--resume run")
+    folders = tmp_path / "run", bandit[0]
+    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders)
+    for part in ("agent", "opt"):
+        assert [name for name, x in two[part].items() if not torch.equal(one[part][name], x)] == []
+    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "SPS")} for row in read_metrics(folder)]
+            for folder in folders]
+    assert rows[0] == rows[1]
+
+
+def test_stops_at_its_goal(tmp_path):
+    run(tmp_path, f"{SHORT} --test-every 2 --stop-goal 1 --stop-window 2 --run-dir run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 4 * 160
+
+
+def test_a_task_sampler_of_ones_own(tmp_path):
+    (tmp_path / "heavy.py").write_text("def sample(env, rng):\n    env.gravity = rng.uniform(5, 15)\n")
+    flags = """--env-id Pendulum-v1 --task-sampler heavy:sample --num-trials 4 --rnn-hidden 16 --test-trials 4
+               --episodes-per-trial 2 --episode-length 30 --total-timesteps 480"""
+    printed = run(tmp_path, flags).stdout
+    assert "trials in new tasks" in printed and "Pendulum-v1" in printed
+
+
+def test_two_processes_train_the_same_weights(tmp_path):
+    shutil.copy(SCRIPT, tmp_path)
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2"
+    command = [sys.executable, *f"{launcher} {SCRIPT.name} {SHORT} --run-dir run".split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert [int(row["global_step"]) for row in read_metrics(tmp_path / "run")] == list(range(320, 6401, 320))
+    tests = [line for line in done.stdout.splitlines() if "trials in new tasks" in line]
+    assert run(tmp_path, "--evaluate run").stdout.splitlines() == tests
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ("--env-id Bandi", "is none of Bandit, TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir: give a"),
+    ("--env-id CartPol-v1 --task-sampler math:sqrt", "CartPole-v1"),
+    ("--env-id CartPole-v1 --task-sampler nowhere:f", "--task-sampler nowhere:f"),
+    ("--num-trials 10 --num-minibatches 4", "--num-minibatches 4 does not divide the 10 trials"),
+    ("--gamma 1.5", "--gamma 1.5 is out of range: give 0 to 1"),
+    ("--num-arms 0", "--num-arms 0 is out of range: give 1"),
+    ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 10000 steps"),
+    ("--device quantum", "--device quantum is not there"),
+    ("--resume nowhere", "no checkpoint nowhere/checkpoint.pt"),
+])  # fmt: skip
+def test_bad_flags(flags, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [SCRIPT.name, *flags.split()])
+    with pytest.raises(SystemExit) as stop:
+        rl2.main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and list(tmp_path.iterdir()) == []
+    assert words in unboxed(err)
