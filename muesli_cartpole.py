@@ -24,6 +24,7 @@ quote them. The prior is the target network: it acts, and it gives all targets.
 import difflib
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -92,7 +93,9 @@ class Args:
     solve_episodes: int = 100
     """episodes of each of them"""
     stop_return: float | None = 475.0
-    """training ends early once two evaluations in a row reach that mean return; None: never"""
+    """return of two evaluations in a row that solves the environment, 475 for CartPole; None: nothing"""
+    stop_early: bool = True
+    """training ends once the environment is solved; off: at total_timesteps"""
 
     # Algorithm
     learning_rate: float = 1e-3
@@ -118,7 +121,7 @@ class Args:
     replay_share: float = 0.75
     """part of each batch that is drawn from the whole replay; the rest are the newest steps (section 5)"""
     replay_size: int = 100_000
-    """steps that the replay holds, over all environments"""
+    """rows that the replay holds over all environments: steps, and the last observations of episodes"""
     learning_starts: int = 500
     """environment steps before the first update"""
     retrace: bool = True
@@ -170,7 +173,7 @@ class Args:
     device: str = "cpu"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
     compile: bool = False
-    """one graph for each act and each optimiser step, where there is a C++ compiler; off: starts at once"""
+    """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
     torch_threads: int = 1
     """threads of PyTorch in each process; small networks get slower with more"""
 
@@ -192,7 +195,8 @@ class Args:
     @property
     def num_newest(self):
         """Windows of a batch that end with the newest step."""
-        return round(self.batch_size * (1 - self.replay_share))
+        share = 1 - self.replay_share
+        return max(1, round(self.batch_size * share)) if share else 0
 
     def __post_init__(self):
         zero = {"checkpoint_every", "eval_every", "learning_starts"}
@@ -206,8 +210,12 @@ class Args:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
         if not 0 <= self.seed < 2**32:
             raise UsageError(f"--seed {self.seed} is out of range: give 0 to {2**32 - 1}")
-        if self.num_bins < 2 or not self.value_min < self.value_max:
-            raise UsageError("give at least 2 --num-bins, and a --value-min below --value-max")
+        if self.num_bins < 2 or not -math.inf < self.value_min < self.value_max < math.inf:
+            raise UsageError("give at least 2 --num-bins, and a --value-min below --value-max, both finite")
+        if self.prior_behaviour + self.prior_uniform > 1:
+            raise UsageError("--prior-behaviour and --prior-uniform are parts of 1: give at most 1 together")
+        if self.scale_adv_decay == 1 or self.cmpo_clip > 40 or math.isnan(self.stop_return or 0):
+            raise UsageError("give a --scale-adv-decay below 1, a --cmpo-clip of at most 40, a --stop-return")
         if self.replay_size // self.num_envs < self.window:
             raise UsageError(f"--replay-size {self.replay_size} holds no window of {self.window} steps of "
                              f"{self.num_envs} environments: give at least {self.window * self.num_envs}")
@@ -407,22 +415,23 @@ def make_targets(agent, window):
     Returns the policy's targets and the prior (W, B, A), the value head's targets and the scaled advantages
     of the actions taken (W - 1, B). Moves the running second moment of advantages."""
     args, prior_net = agent.args, agent.prior
-    alive, action = 1 - window["terminal"], window["actions"].unsqueeze(-1)
+    action = window["actions"].unsqueeze(-1)
     state = prior_net.represent(window["obs"])  # (W, B, H)
     logits, value_logits, _ = prior_net.predict(state)
-    value = agent.scalar(value_logits) * alive  # an absorbing state without rewards (section 2)
+    value = agent.scalar(value_logits)
     rest = 1 - args.prior_behaviour - args.prior_uniform
     prior = (rest * logits.softmax(-1) + args.prior_behaviour * window["behaviour"]
              + args.prior_uniform / agent.num_actions)
     every = torch.arange(agent.num_actions, device=state.device).expand(prior.shape)
     after = prior_net.step(state.unsqueeze(-2).expand(*prior.shape, -1), every)  # (W, B, A, H)
     _, next_value, reward = prior_net.predict(after)
-    q = (agent.scalar(reward) + args.gamma * agent.scalar(next_value)) * alive.unsqueeze(-1)  # (14)
+    q = agent.scalar(reward) + args.gamma * agent.scalar(next_value)  # (14)
     expected_q = (prior * q).sum(-1)
     ratio = ((prior / window["behaviour"]).gather(-1, action).squeeze(-1)).clamp(max=1)
     traces = (args.retrace_lambda * ratio if args.retrace else 1.0) * (1 - window["last"])
     q_taken = q.gather(-1, action).squeeze(-1) if args.retrace else expected_q
-    returns = retrace(window["rewards"], args.gamma * alive, expected_q, q_taken, traces)
+    discounts = args.gamma * (1 - window["terminal"])  # absorbing states without rewards (section 2)
+    returns = retrace(window["rewards"], discounts, expected_q, q_taken, traces)
     advantages = returns - value[:-1]
     if args.scale_adv:  # (4.5), a second moment: the mean stays
         valid = 1 - window["last"][: args.seq_len]
@@ -460,7 +469,7 @@ def mean(x, mask):
 def muesli_loss(outputs, agent, window, targets):
     """Policy (9), model (13), value and reward loss of the online network's outputs (K + 1, L, B, ...).
 
-    Returns the loss and all METRICS but the last."""
+    Returns the loss and all METRICS but grad_norm, which is not known here."""
     args, length = agent.args, agent.args.seq_len
 
     def unroll(x):  # rows (W, B, ...) to (K + 1, L, B, ...): [k, t] is the row of step k from root t
@@ -479,7 +488,7 @@ def muesli_loss(outputs, agent, window, targets):
     score = ratio.detach() * logprob if args.detach_ratio else ratio
     pg_loss = -mean(score * targets["advantages"][:length], root)  # (10)
     pull = -(unroll(targets["policy"]) * log_policy).sum(-1)  # KL, but for a constant
-    cmpo_loss, model_loss = mean(pull[0], root), mean(pull[1:], real[1:] * root)  # (9), (13)
+    cmpo_loss, model_loss = mean(pull[0], root), mean(pull[1:], real[1:])  # (9), (13)
     values = unroll(targets["values"]) * real
     value_loss = head_loss(value_logits, values, (real + absorbed) * root)
     rewards = unroll(window["rewards"])[:-1] * (1 - passed[1:])
@@ -488,9 +497,9 @@ def muesli_loss(outputs, agent, window, targets):
             + args.value_coef * value_loss + args.reward_coef * reward_loss)
     policy, prior = log_policy[0].exp(), targets["prior"][:length]
     entropy = -mean((policy * log_policy[0]).sum(-1), root)
-    kl = mean((prior * (prior.log() - log_policy[0])).sum(-1), root)
-    clipped = ((values < args.value_min) | (values > args.value_max)).float()
-    clipped = mean(clipped, real * root)
+    kl = mean((torch.special.xlogy(prior, prior) - prior * log_policy[0]).sum(-1), root)
+    goals = torch.cat([values, rewards])  # masked ones are 0
+    clipped = ((goals < args.value_min) | (goals > args.value_max)).float().mean()
     metrics = (pg_loss, cmpo_loss, model_loss, value_loss, reward_loss, entropy, kl, clipped)
     return loss, torch.stack([m.detach() for m in metrics])
 
@@ -574,11 +583,14 @@ class Replay:
         env = torch.randint(num_envs, (num_windows,))
         env[:num_newest] = torch.randperm(num_envs).repeat(num_newest // num_envs + 1)[:num_newest]
         index = (self.count - size + start + torch.arange(length).unsqueeze(1)) % capacity
+        device = self.rows["last"].device
+        index, env = index.to(device), env.to(device)
         return {name: x[index, env] for name, x in self.rows.items()}
 
     def cut(self, stream):
         """End the episodes that go on, as a time limit would: their last observation without an action."""
-        self.add(obs=stream.obs, actions=0, rewards=0, behaviour=1, last=1, terminal=stream.terminal)
+        uniform = 1 / self.rows["behaviour"].shape[-1]
+        self.add(obs=stream.obs, actions=0, rewards=0, behaviour=uniform, last=1, terminal=stream.terminal)
 
     def state_dict(self):
         return {"count": self.count} | {name: x[: self.size].clone() for name, x in self.rows.items()}
@@ -599,13 +611,14 @@ def reset_stream(envs, seeds):
 
 @torch.no_grad()
 def collect(envs, agent, replay, stream, at):
-    """Play num_steps steps with the prior's policy into the replay.
+    """Play train_frequency steps with the prior's policy into the replay.
 
     An episode's last observation is a row of its own, without an action: there the environments ignore it and
     reset (NEXT_STEP). Returns the number of real steps, and (return, length) of finished episodes."""
     count, episodes = 0, []
     for _ in range(agent.args.train_frequency):
         policy = agent.policy(stream.obs)
+        check_finite(at.iteration, policy=policy.cpu().numpy())
         action = policy.multinomial(1).squeeze(1)
         next_obs, reward, terminated, truncated, _ = envs.step(agent.to_env(action))
         check_finite(at.iteration, observations=next_obs, rewards=reward)
@@ -682,7 +695,7 @@ def load_checkpoint(run_dir):
         raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, saved = checkpoint["script"], checkpoint["args"]
+        script, saved, *_ = (checkpoint[name] for name in ("script", "args", "at", "agent", "opt"))
     except Exception as error:
         raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if script != SCRIPT:
@@ -784,7 +797,7 @@ def catch_signals():
 def can_compile(args, device):
     """Whether --compile is given and there is a C++ compiler."""
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    tools = device.type == "cuda" or (shutil.which(os.environ.get("CXX", "g++")) and headers)
+    tools = shutil.which(os.environ.get("CXX", "g++")) and headers
     return bool(args.compile and device.type != "mps" and tools)
 
 
@@ -796,6 +809,8 @@ def check_finite(iteration, **quantities):
 
 def build(args, checkpoint, device):
     """Environments, agent, optimiser state and replay, new or as the checkpoint has them."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError(f"{SCRIPT}.py trains in one process: start it without torchrun")
     envs = make_envs(args, args.num_envs, autoreset=AutoresetMode.NEXT_STEP)
     if not isinstance(envs.single_action_space, gym.spaces.Discrete):
         raise UsageError(f"--env-id {args.env_id}: actions {envs.single_action_space} are not Discrete")
@@ -850,8 +865,12 @@ def log_interval(log, at, sums, learning_rate, clock, milestone):
     """Write a row with the means since the last one, which ended at `clock`. Returns the time of this one."""
     now, before = time.perf_counter(), at.rows[-1][0] if at.rows else 0
     at.seconds += now - clock
-    numbers = dict(zip(METRICS, (sums[:-1] / sums[-1].clamp(min=1)).tolist(), strict=True))
-    check_finite(at.iteration, **numbers)
+    numbers = dict(zip(METRICS, (sums[:-1] / sums[-1]).tolist(), strict=True))  # nan before learning starts
+    if sums[-1]:
+        check_finite(at.iteration, **numbers)
+    column = log.COLUMNS.index("clipped_targets")
+    if numbers["clipped_targets"] > 0 and not any(row[column] > 0 for row in at.rows):
+        tqdm.write("targets beyond --value-min or --value-max are clipped: see metrics.csv")
     numbers |= {"learning_rate": learning_rate, "SPS": (at.global_step - before) / (now - clock),
                 "greedy_return": at.evaluations[-1][1] if at.evaluations else float("nan")}
     log.log(at, numbers, milestone)
@@ -866,9 +885,10 @@ def train(args, checkpoint=None):
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
     solved = solved_at(at.evaluations, args.stop_return)
-    if at.global_step >= args.total_timesteps or solved is not None:
+    solved_early = args.stop_early and solved is not None
+    if at.global_step >= args.total_timesteps or solved_early:
         raise UsageError(f"the run has ended after {at.global_step} steps: give more --total-timesteps"
-                         + (", and --stop-return None, as it is solved" if solved is not None else ""))
+                         + (", and --no-stop-early, as it is solved" if solved_early else ""))
     run_dir = choose_run_dir(args)
     envs, agent, opt, replay = build(args, checkpoint, device)
     learn, compiled = train_step, can_compile(args, device)
@@ -895,7 +915,8 @@ def train(args, checkpoint=None):
             at.evaluations.append((at.global_step, float(returns.mean())))
             tqdm.write(f"{at.global_step} steps: {len(returns)} greedy episodes return {returns.mean():.1f}")
             solved = solved_at(at.evaluations, args.stop_return)
-        done = bool(signals) or solved is not None or at.global_step >= args.total_timesteps
+        done = (bool(signals) or at.global_step >= args.total_timesteps
+                or (args.stop_early and solved is not None))
         save = done or at.iteration % save_every == 0
         if save or crossed(1000, before, at.global_step):
             clock = log_interval(log, at, sums, float(learning_rate), clock, save)
@@ -912,7 +933,7 @@ def train(args, checkpoint=None):
 def finish(agent, run_dir, at, log, solved):
     """Evaluate and write summary.json, or say how to go on with a run that was stopped."""
     args = agent.args
-    if solved is None and at.global_step < args.total_timesteps:
+    if at.global_step < args.total_timesteps and not (args.stop_early and solved is not None):
         log.close()
         print(f"saved at {at.global_step} steps; to go on: python {sys.argv[0]} --resume {run_dir}")
         sys.exit(130)
@@ -936,7 +957,7 @@ def evaluate_run(args, checkpoint):
 
 
 # What may be given again with --resume and --evaluate.
-FREE = {"resume", "evaluate", "total_timesteps", "stop_return", "eval_episodes", "device", "compile",
+FREE = {"resume", "evaluate", "total_timesteps", "stop_early", "eval_episodes", "device", "compile",
         "torch_threads", "track", "wandb_project_name", "wandb_entity", "capture_video"}
 
 
@@ -947,6 +968,8 @@ OPTIONAL = {"track": "wandb", "capture_video": "moviepy"}
 def main():
     try:
         args, checkpoint = tyro.cli(Args, description=__doc__), None
+        if args.resume and args.evaluate:
+            raise UsageError("give --resume or --evaluate, not both")
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])

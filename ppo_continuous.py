@@ -182,7 +182,7 @@ class Args:
     device: str = "cpu"
     """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
     compile: bool = True
-    """one graph for each act and each optimiser step, where there is a C++ compiler; off: starts at once"""
+    """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
     torch_threads: int = 1
     """threads of PyTorch in each process; small networks get slower with more"""
 
@@ -849,7 +849,7 @@ def load_checkpoint(run_dir):
         raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, saved = checkpoint["script"], checkpoint["args"]
+        script, saved, *_ = (checkpoint[name] for name in ("script", "args", "at", "agent", "opt"))
     except Exception as error:
         raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if script != SCRIPT:
@@ -1011,7 +1011,7 @@ def catch_signals():
 def can_compile(args, device):
     """Whether --compile is given and there is a C++ compiler."""
     headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    tools = device.type == "cuda" or (shutil.which(os.environ.get("CXX", "g++")) and headers)
+    tools = shutil.which(os.environ.get("CXX", "g++")) and headers
     return bool(args.compile and device.type != "mps" and tools)
 
 
@@ -1134,6 +1134,8 @@ OPTIONAL = {"track": "wandb", "capture_video": "moviepy"}
 def main():
     try:
         args, checkpoint = tyro.cli(Args, description=__doc__), None
+        if args.resume and args.evaluate:
+            raise UsageError("give --resume or --evaluate, not both")
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])

@@ -843,7 +843,7 @@ def load_checkpoint(run_dir):
         raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, saved = checkpoint["script"], checkpoint["args"]
+        script, saved, *_ = (checkpoint[name] for name in ("script", "args", "at", "agent", "opt"))
     except Exception as error:
         raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
     if script != SCRIPT:
@@ -1119,6 +1119,8 @@ OPTIONAL = {"track": "wandb"}
 def main():
     try:
         args, checkpoint = tyro.cli(Args, description=__doc__), None
+        if args.resume and args.evaluate:
+            raise UsageError("give --resume or --evaluate, not both")
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])

@@ -16,7 +16,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from probes import Chain, Forever
+from gymnasium.spaces import Box, Discrete
+from probes import Chain, Forever, Probe
 from test_cli import unboxed
 
 import muesli_cartpole as muesli
@@ -247,6 +248,53 @@ def test_off_policy_weight_is_clipped_at_one(advantage):
 # ----------------------------------------------------------------------------------------------- episode ends
 
 
+@pytest.mark.parametrize("part", ["cmpo_coef", "model_coef"])
+def test_policies_are_pulled_towards_their_targets(part):
+    """The gradient of a cross-entropy: policy minus target, over the number of samples."""
+    coefs = dict.fromkeys(("pg_coef", "cmpo_coef", "model_coef", "value_coef", "reward_coef"), 0.0)
+    args = small_args(seq_len=1, unroll_steps=2, **coefs | {part: 1.0})
+    agent, zeros = muesli.Agent(1, gym.spaces.Discrete(3), args), torch.zeros(4, 5)
+    logits = torch.randn(3, 1, 5, 3, requires_grad=True)
+    target = torch.randn(4, 5, 3).softmax(-1)
+    window = dict.fromkeys(("rewards", "last", "terminal"), zeros)
+    window |= {"actions": zeros.long(), "behaviour": target}
+    targets = {"policy": target, "prior": target, "values": zeros[:3], "advantages": zeros[:3]}
+    heads = torch.zeros(3, 1, 5, args.num_bins)
+    muesli.muesli_loss((logits, heads, heads), agent, window, targets)[0].backward()
+    expected = logits.detach().softmax(-1)[:, 0] - target[:3]
+    steps = slice(0, 1) if part == "cmpo_coef" else slice(1, 3)
+    torch.testing.assert_close(logits.grad[steps, 0], expected[steps] / (5 * len(expected[steps])))
+    assert logits.grad.count_nonzero() == expected[steps].numel()
+
+
+def test_targets_and_actions_are_the_prior_s():
+    agent, opt, replay, stream, *_ = played()
+    window = sample_window(agent, replay)
+    results = []
+    for _ in range(2):
+        agent.moment.zero_()
+        results.append({**muesli.make_targets(agent, window), "acting": agent.policy(stream.obs)})
+        opt["params"].normal_()
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_traces_are_cut_where_the_prior_acts_otherwise():
+    """Returns look beyond the next state as far as the prior would have done what was done."""
+    agent, _, replay, *_ = played(retrace_lambda=1.0, prior_behaviour=0.0)
+    window = sample_window(agent, replay)
+    results = {}
+    for likely in (0.5, 1.0):  # how likely the behaviour policy was to do what it did; the prior is near 0.5
+        action = window["actions"].unsqueeze(-1)
+        behaviour = torch.full_like(window["behaviour"], 1 - likely).scatter_(-1, action, likely)
+        results[likely] = muesli.make_targets(agent, window | {"behaviour": behaviour})["values"]
+    spoiled = window | {"rewards": window["rewards"] + 1}
+    spoiled["rewards"][0] -= 1
+    unlikely = muesli.make_targets(agent, spoiled | {"behaviour": behaviour})["values"]
+    alive = (window["last"][:2] == 0).all(0)
+    effect = (unlikely - results[1.0])[0, alive]  # of 1 more in 20 later steps, at ratios of about 0.5
+    assert 0.8 < effect.mean() < 1.2 and results[0.5].isfinite().all()
+
+
 def test_masks_by_hand():
     """Three steps; column 0 goes on, 1 is cut after its first action, 2 ends there, 3 after two."""
     last = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0], [0, 0, 0, 1], [0, 0, 1, 0]]).float()
@@ -259,19 +307,20 @@ def test_masks_by_hand():
 
 @pytest.mark.parametrize("terminal", [0.0, 1.0])
 def test_nothing_is_learned_from_beyond_an_episode(terminal):
-    agent, _, replay, *_ = played(seq_len=1, unroll_steps=5, batch_size=1)
+    """Roots before, on and, spoiled, behind an episode's end: the last change nothing for the others."""
+    agent, _, replay, *_ = played(seq_len=3, unroll_steps=5, batch_size=1, scale_adv=False)
     window = {name: x[:, :1].clone() for name, x in sample_window(agent, replay).items()}
     window["last"].zero_()[2], window["terminal"].zero_()[2] = 1, terminal
     window["rewards"][2] = 0  # as the environments give it there
     results = []
     for spoil in (False, True):
-        agent.moment.zero_()
         if spoil:  # the next episode, but for the actions, which a model may well try in an absorbing state
             for name in ("obs", "rewards"):
                 window[name][3:] += 5
+            window["behaviour"][3:] = window["behaviour"][3:].flip(-1)
         targets = muesli.make_targets(agent, window)
-        actions = torch.stack([window["actions"][k : k + 1] for k in range(5)])
-        results.append(muesli.muesli_loss(agent.online(window["obs"][:1], actions), agent, window, targets))
+        actions = torch.stack([window["actions"][k : k + 3] for k in range(5)])
+        results.append(muesli.muesli_loss(agent.online(window["obs"][:3], actions), agent, window, targets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
 
@@ -326,6 +375,19 @@ def test_a_cut_ends_what_goes_on():
     replay.cut(stream)
     assert replay.size == 8 and (replay.rows["last"][7] == 1).all()
     torch.testing.assert_close(replay.rows["obs"][7], torch.as_tensor(stream.obs))
+    torch.testing.assert_close(replay.rows["behaviour"][7].sum(-1), torch.ones(4))  # it is part of the prior
+
+
+def test_a_restored_replay_goes_on_where_it_was():
+    one, two = (muesli.Replay(10, 2, 1, 2, "cpu") for _ in range(2))
+    for i in range(23):
+        one.add(obs=[[i], [i]], actions=0, rewards=i, behaviour=0.5, last=0, terminal=0)
+    two.load_state_dict(one.state_dict())
+    for replay in (one, two):
+        replay.add(obs=[[23], [23]], actions=0, rewards=23, behaviour=0.5, last=0, terminal=0)
+        torch.manual_seed(0)
+        replay.window = replay.sample(50, 5, 4)["rewards"]
+    assert torch.equal(one.window, two.window) and one.window.min() == 14 and one.window.max() == 23
 
 
 # -------------------------------------------------------------------------------------------- flags, learning
@@ -359,7 +421,8 @@ def test_an_update_moves_each_weight_at_most_by_the_learning_rate_and_the_prior_
     muesli.train_step(agent, opt, sample_window(agent, replay), torch.tensor(1e-2), no_sums())
     step = opt["params"] - before["params"]
     assert step.abs().max() == pytest.approx(1e-2, rel=1e-3)  # Adam's first step is its sign
-    torch.testing.assert_close(opt["prior"] - before["prior"], 0.1 * step, rtol=1e-3, atol=1e-6)
+    moved = opt["prior"] - before["prior"]
+    torch.testing.assert_close(moved, agent.args.target_rate * step, rtol=1e-3, atol=1e-6)
     assert agent.prior.policy.weight.data_ptr() != agent.online.policy.weight.data_ptr()
     torch.testing.assert_close(torch.nn.utils.parameters_to_vector(agent.prior.parameters()), opt["prior"])
 
@@ -384,10 +447,61 @@ def test_second_moment_is_bias_corrected_and_keeps_the_mean():
     valid = 1 - window["last"][:8]
     scaled = (raw[:8].square() * valid).sum() / valid.sum()
     assert scaled.item() == pytest.approx(1, rel=1e-4)  # after one update the estimate is that batch's
+    first = agent.moment[0].item() / 0.01
+    other = sample_window(agent, replay)
+    muesli.make_targets(agent, other | {"rewards": 3 * other["rewards"]})
+    second = (agent.moment[0].item() - 0.99 * 0.01 * first) / 0.01
+    assert agent.moment[1].item() == pytest.approx(1 - 0.99**2) and second > first
+
+
+def test_solved_takes_two_in_a_row():
+    assert muesli.solved_at([(1, 9), (2, 1), (3, 9)], 5) is None
+    assert muesli.solved_at([(1, 9), (2, 1), (3, 5), (4, 6)], 5) == 3
+    assert muesli.solved_at([(1, 9), (2, 9)], None) is None
+
+
+class Switch(Probe):
+    """Actions 3 and 4: 4 pays 1 and leads on, 3 pays nothing and leads back; six steps."""
+
+    observation_space, action_space, length = Box(0, 1, (4,)), Discrete(2, start=3), 6
+
+    def observe(self):
+        self.at = 0 if self.t == 0 else self.at
+        return np.eye(4, dtype=np.float32)[self.at]
+
+    def reward(self, action):
+        self.at = min(self.at + 1, 3) if action == 4 else 0
+        return action - 3
+
+
+class Broken(Switch):
+    def reward(self, action):
+        return float("nan") if self.t == 5 else 0
+
+
+gym.register("MuesliSwitch-v0", Switch)
+gym.register("MuesliBroken-v0", Broken)
+
+
+def test_learns_what_actions_do(tmp_path):
+    agent, *_ = trained(tmp_path / "run", env_id="MuesliSwitch-v0", gamma=0.9, value_min=-1, value_max=8,
+                        learning_rate=3e-3, total_timesteps=6000)
+    assert muesli.evaluate(agent, True, episodes=3).tolist() == [6, 6, 6]
+    network, states = agent.online, torch.eye(4)
+    with torch.no_grad():
+        for action in (0, 1):
+            _, _, reward = network(states, torch.full((1, 4), action))
+            expected = torch.full((4,), float(action))
+            torch.testing.assert_close(agent.scalar(reward[1]), expected, atol=0.2, rtol=0)
+
+
+def test_a_reward_that_is_no_number_stops_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match="rewards not finite in iteration"):
+        trained(tmp_path / "run", env_id="MuesliBroken-v0")
 
 
 def trained(run_dir, **flags):
-    args = small_args(run_dir=str(run_dir), stop_return=None, **flags)
+    args = small_args(run_dir=str(run_dir), **flags)
     summary = muesli.train(args)
     _, agent, _, replay = muesli.build(args, muesli.load_checkpoint(run_dir), torch.device("cpu"))
     return agent, replay, summary
@@ -465,8 +579,9 @@ def test_a_low_bar_is_reached_and_said(tmp_path):
     assert 300 <= summary["solved_at"] < 330 and 600 <= summary["global_step"] < 630
     assert f"solved at {summary['solved_at']} steps" in printed
     assert "as it is solved" in run(tmp_path, "--resume run", code=2).stderr
-    run(tmp_path, "--resume run --stop-return None --total-timesteps 1000")
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] >= 1000
+    run(tmp_path, "--resume run --no-stop-early --total-timesteps 1000")
+    after = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert after["global_step"] >= 1000 and after["solved_at"] == summary["solved_at"]
 
 
 def test_killed_and_resumed_is_the_same(cartpole, tmp_path):
@@ -512,6 +627,10 @@ def test_ctrl_c_saves(tmp_path):
     ("--learning-rate nan", "--learning-rate nan is out of range"),
     ("--seed -1", "--seed -1 is out of range"),
     ("--value-min 3 --value-max 2", "--value-min below --value-max"),
+    ("--value-max inf", "both finite"),
+    ("--prior-behaviour 0.9 --prior-uniform 0.9", "give at most 1 together"),
+    ("--scale-adv-decay 1", "--scale-adv-decay below 1"),
+    ("--resume a --evaluate b", "not both"),
     ("--replay-size 100", "--replay-size 100 holds no window of 22 steps of 8 environments: give at"),
     ("--device quantum", "--device quantum is not there"),
     ("--resume nowhere", "no checkpoint nowhere/checkpoint.pt"),
@@ -526,7 +645,7 @@ def test_bad_flags(flags, words, tmp_path, monkeypatch, capsys):
     assert words in unboxed(err)
 
 
-def test_compiled_step_agrees_with_eager(tmp_path):
+def test_compiled_step_agrees_with_eager():
     results = []
     for step in (muesli.train_step, torch.compile(muesli.train_step, backend="aot_eager")):
         agent, opt, replay, *_ = played(60, unroll_steps=1, seq_len=2)
