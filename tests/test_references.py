@@ -335,6 +335,15 @@ def test_optimistic_expectation_is_the_best_in_the_ball():
     assert all_slack == pytest.approx(values.max())
 
 
+def test_greedy_believes_what_it_has_seen_once():
+    seen = ref.Seen(np.zeros((1, 2, 2)), np.zeros((1, 2, 2)), np.zeros((1, 2, 2, 2)))
+    seen.visits[0, 0], seen.rewards[0, 0], seen.transitions[0, 0, :, 1] = 1, [3.0, -2.0], 1
+    seen.visits[0, 1], seen.rewards[0, 1] = 1, [5.0, 4.0]
+    q = ref.greedy_mdp(seen, None, 2)
+    np.testing.assert_allclose(q[1, 0], [[3, -2], [5, 4]], atol=1e-2)
+    np.testing.assert_allclose(q[0, 0, 0], [3 + 5, -2 + 5], atol=1e-2)
+
+
 def test_beb_bonus_by_hand():
     """One step left: only the reward's bonus; two: also the transition's, for all actions alike at first."""
     seen = ref.Seen(np.zeros((1, 2, 2)), np.zeros((1, 2, 2)), np.zeros((1, 2, 2, 2)))
