@@ -20,7 +20,7 @@ agent learns of the task it must keep there, as its weights stand still. Trainin
 Shapes: T steps of a trial, N trials side by side, n episodes, O observation, A actions, D input (O + A + 2),
 R recurrent state, M trials in a minibatch, L = T and S = N in the functions shared with the other scripts.
 Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
-Optimization", [X1] to [X4] its auxiliary ones; (1.2) and the like are sections of the RL^2 paper's text.
+Optimization", [X1] to [X4] its auxiliary ones.
 """
 
 import atexit
@@ -504,7 +504,7 @@ class Agent(nn.Module):
         return obs.float()
 
     def encode(self, obs, action, reward, done, task):
-        """Input of a step (N, D): the observation, and action, reward and episode end before it (2)."""
+        """Input of a step (N, D): the observation, and the action, reward and episode end before it."""
         if self.discrete:
             action = nn.functional.one_hot(action.squeeze(1), self.num_actions)
         before = (action, reward.unsqueeze(1), done.unsqueeze(1))
@@ -674,7 +674,7 @@ def train_step(agent, opt, batch, state, index, hyper, metrics):
 
 @torch.no_grad()
 def play(tasks, agent, greedy=False):
-    """Play one trial in each of N new tasks, the memory empty at its start and kept over its episodes (2).
+    """Play one trial in each of N new tasks, the memory empty at its start and kept over its episodes.
 
     Yields for each of the T steps the input, the forward pass's results, the observation (N, O), the reward
     drawn, whether the episode ended, and the reward expected (N,)."""
@@ -706,7 +706,7 @@ def collect(tasks, agent):
     steps = zip(*play(tasks, agent), strict=True)
     inputs, actions, logprobs, values, obs, rewards, done, expected = map(torch.stack, steps)
     zeros, last = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends (2)
+    last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends
     rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values, "starts": zeros,
                "rewards": expected if agent.args.expected_reward else rewards,
                "terminated": last, "done": last,
