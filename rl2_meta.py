@@ -99,9 +99,9 @@ class Args:
     task_sampler: str | None = None
     """module:function that makes a task of a Gymnasium id: it is called with the innermost environment and a
     numpy generator before each trial, and sets what it likes"""
-    total_timesteps: int = 4_000_000
+    total_timesteps: int = 3_000_000
     """environment steps over all environments and processes; in whole rollouts"""
-    num_trials: int = 1000
+    num_trials: int = 256
     """N, trials of a rollout, played side by side, per process"""
     norm_obs: bool = False
     """observations minus running mean over running deviation, shared by all environments [D28]"""
@@ -113,7 +113,7 @@ class Args:
     """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
 
     # Algorithm
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Adam's step size; usable from 1e-5 to 3e-3"""
     anneal_lr: bool = True
     """learning rate falls linearly to 0 at total_timesteps [D4]"""
@@ -149,13 +149,13 @@ class Args:
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
     """longest joint gradient of all parameters; 0: no limit [D11]"""
-    target_kl: float | None = 0.03
+    target_kl: float | None = None
     """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
-    expected_reward: bool = False
+    expected_reward: bool = True
     """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
-    privileged_critic: bool = False
+    privileged_critic: bool = True
     """the value function, which only training needs, sees the task"""
     share_network: bool = True
     """policy and value share the recurrent layer; off: a network each [D13, D26]"""

@@ -18,7 +18,8 @@ from test_cli import unboxed
 import rl2_meta as rl2
 
 SCRIPT = Path(__file__).parent.parent / "rl2_meta.py"
-SMALL = {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50}
+SMALL = {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50,
+         "expected_reward": False, "privileged_critic": False}
 CPU = torch.device("cpu")
 
 
@@ -308,7 +309,7 @@ def test_two_processes_train_the_same_weights(tmp_path):
     ("--num-trials 10 --num-minibatches 4", "--num-minibatches 4 does not divide the 10 trials"),
     ("--gamma 1.5", "--gamma 1.5 is out of range: give 0 to 1"),
     ("--num-arms 0", "--num-arms 0 is out of range: give 1"),
-    ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 10000 steps"),
+    ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 2560 steps"),
     ("--device quantum", "--device quantum is not there"),
     ("--resume nowhere", "no checkpoint nowhere/checkpoint.pt"),
 ])  # fmt: skip
