@@ -54,6 +54,10 @@ def read_run(folder):
     versions = {name: args[name] for name in ("torch", "numpy", "gymnasium")}
     about = {"command": " ".join(command), **versions, "python": platform.python_version(),
              "machine": machine(), "git_commit": args["git_commit"]}
+    with open(folder / "metrics.csv", newline="") as file:
+        *_, last = csv.DictReader(file)
+    if "greedy_return" in last:  # Muesli's evaluations while training have more episodes than the final one
+        summary["greedy_return"] = float(last["greedy_return"])
     return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
 
 
