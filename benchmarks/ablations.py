@@ -33,6 +33,7 @@ SETTINGS = {
     "replay-95": "--replay-share 0.95",
     "gradient-through-clip": "--no-detach-ratio",
     "sampled-cmpo": "--cmpo sampled",
+    "faster-prior": "--target-rate 0.1",
 }
 TASKS = {
     "CartPole-v1": "--total-timesteps 30000",
