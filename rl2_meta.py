@@ -77,7 +77,7 @@ class Args:
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each of which gives fresh seeds (see restart); 0: 20 a run"""
+    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
     test_trials: int = 0
     """trials of the meta-test at the end, in new tasks; 0: 100000, or 40 in a simulator"""
     test_every: int = 0
@@ -158,7 +158,7 @@ class Args:
     privileged_critic: bool = True
     """the value function, which only training needs, sees the task"""
     share_network: bool = True
-    """policy and value share the recurrent layer; off: a network each [D13, D26]"""
+    """policy and value share the hidden layers; off: a network each [D13, D26]"""
     layer_norm: bool = False
     """normalise the recurrent layer's output"""
     rnn: Literal["gru", "lstm"] = "gru"

@@ -403,8 +403,8 @@ def test_requirements_hold_the_script_block(script):
 
 
 # In every script the same room of other furniture.
-ROOMS = {"Agent", "build", "collect", "evaluate", "evaluate_run", "finish", "print_header", "reset_stream",
-         "restart", "train", "train_step"}
+ROOMS = {"Agent", "build", "collect", "doc of env_id", "evaluate", "evaluate_run", "finish", "next_values",
+         "print_header", "reset_stream", "restart", "train", "train_step"}
 
 
 def definitions(source):
