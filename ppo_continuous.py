@@ -1039,6 +1039,18 @@ def check_finite(iteration, **quantities):
             raise FloatingPointError(f"{name} not finite in iteration {iteration}; the checkpoint is kept")
 
 
+def count_iterations(args, at, batch_size):
+    """Iterations of the whole run, those that are done included; at least one is left."""
+    left = (args.total_timesteps - at.global_step) // batch_size
+    if left <= 0:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
+                         f"after the {at.global_step} that are done: give a larger one")
+    if at.batch_size != batch_size:
+        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
+                         "resume it with as many processes")
+    return at.iteration + left
+
+
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
     clock, device = time.perf_counter(), set_up_torch(args)
@@ -1047,13 +1059,7 @@ def train(args, checkpoint=None):
     at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[])
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
-    num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
-    if num_iterations <= at.iteration:
-        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
-                         f"after the {at.global_step} that are done: give a larger one")
-    if at.batch_size != batch_size:
-        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
-                         "resume it with as many processes")
+    num_iterations = count_iterations(args, at, batch_size)
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     act, step = agent.act, train_step

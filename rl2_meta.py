@@ -1023,6 +1023,18 @@ def reached(tests, args):
     return args.stop_goal is not None and len(window) == args.stop_window and min(window) >= args.stop_goal
 
 
+def count_iterations(args, at, batch_size):
+    """Iterations of the whole run, those that are done included; at least one is left."""
+    left = (args.total_timesteps - at.global_step) // batch_size
+    if left <= 0:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
+                         f"after the {at.global_step} that are done: give a larger one")
+    if at.batch_size != batch_size:
+        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
+                         "resume it with as many processes")
+    return at.iteration + left
+
+
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then meta-test. Returns what summary.json holds."""
     clock, device = time.perf_counter(), set_up_torch(args)
@@ -1032,13 +1044,7 @@ def train(args, checkpoint=None):
                          tests=[])
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
-    num_iterations = at.iteration + (args.total_timesteps - at.global_step) // batch_size
-    if num_iterations <= at.iteration:
-        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
-                         f"after the {at.global_step} that are done: give a larger one")
-    if at.batch_size != batch_size:
-        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
-                         "resume it with as many processes")
+    num_iterations = count_iterations(args, at, batch_size)
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     tasks, agent, opt = build(args, checkpoint, device)
     log = RunLog(run_dir, args, at.rows) if rank == 0 else None
@@ -1049,7 +1055,7 @@ def train(args, checkpoint=None):
     if args.norm_obs and not checkpoint:
         agent.obs_rms.update(collect(tasks, agent)[1])
     live, live_seen = {name: getattr(args, name) for name in LIVE}, None
-    (signals, handlers), stop = catch_signals(), False
+    (signals, handlers), stop = catch_signals(), reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
         hyper = schedule(live, 1 - at.iteration / num_iterations, args)

@@ -1,6 +1,5 @@
 """RL^2: its memory and its trials, tasks with known means, meta-tests, the command line."""
 
-import csv
 import json
 import math
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_cli import unboxed
+from test_cli import read_metrics, unboxed
 
 import rl2_meta as rl2
 
@@ -97,7 +96,8 @@ def test_reward_of_a_runner(env_id, direction):
         assert not done.any()
         x = obs[:, 0].numpy()
     *_, done, _ = tasks.step(torch.zeros(3, 6))
-    assert done.all() and set(goal) <= {-1, 1} if direction else len(set(goal)) == 3
+    assert done.all()
+    assert set(goal) <= {-1, 1} if direction else len(set(goal)) == 3
 
 
 def test_a_trial_goes_on_over_episodes_of_one_task():
@@ -230,11 +230,6 @@ def run(folder, flags, code=0):
                           text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done
-
-
-def read_metrics(run_dir):
-    with open(run_dir / "metrics.csv") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")
