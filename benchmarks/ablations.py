@@ -37,8 +37,8 @@ SETTINGS = {
 }
 TASKS = {
     "CartPole-v1": "--total-timesteps 30000",
-    "LunarLander-v3": "--total-timesteps 200000 --train-frequency 4 --gamma 0.997 --value-min -400 "
-                      "--value-max 400 --eval-every 20000 --stop-return 200",
+    "LunarLander-v3": "--total-timesteps 150000 --train-frequency 4 --gamma 0.997 --value-min -400 "
+                      "--value-max 400 --eval-every 15000 --stop-return 200",
 }
 
 
