@@ -156,7 +156,8 @@ class Args:
     expected_reward: bool = True
     """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
     privileged_critic: bool = True
-    """the value function, which only training needs, sees the task"""
+    """the value function, which only training needs, sees the steps left and a hint of the task: a goal, or what
+    an optimal and a random player would still collect"""
     share_network: bool = True
     """policy and value share the hidden layers; off: a network each [D13, D26]"""
     layer_norm: bool = False
@@ -165,6 +166,10 @@ class Args:
     """recurrent layer between the observation and the networks"""
     rnn_hidden: int = 64
     """units of the recurrent layer; its state starts from zeros [D33]"""
+    chrono_init: bool = True
+    """the recurrent layer's units first remember for 1 to T steps, not for 1 or 2 (Tallec and Ollivier 2018)"""
+    input_gain: float = 4.0
+    """gain of ortho_init for the recurrent layer's inputs; 4 for one-hot ones, 1 for many numbers at a time"""
     log_std_init: float = -1.0
     """initial log of the Gaussian's deviation, in the policy's units [D24]"""
     learn_std: bool = True
@@ -220,36 +225,42 @@ def import_or_explain(module, option):
 
 
 class Bandit:
-    """k arms that pay 1 with probabilities uniform in [0, 1]; an episode is a pull, nothing is observed."""
+    """k arms that pay 1 with probabilities uniform in [0, 1]; an episode is a pull, nothing is observed.
+
+    The hint (N, 2) is what the best arm and what random arms would still pay on average."""
 
     TEST_TRIALS = 100_000
 
     def __init__(self, args, num_trials, device):
-        self.shape, self.device = (num_trials, args.num_arms), device
-        self.action_space, self.obs_dim, self.task_dim = gym.spaces.Discrete(args.num_arms), 0, args.num_arms
+        self.shape, self.num_pulls, self.device = (num_trials, args.num_arms), args.trial_length, device
+        self.action_space, self.obs_dim, self.hint_dim = gym.spaces.Discrete(args.num_arms), 0, 2
 
     def reset(self):
-        """New tasks. Returns their first observations (N, O) and descriptions (N, task_dim)."""
-        self.pays = torch.rand(self.shape, device=self.device)
-        return self.pays.new_zeros(self.shape[0], 0), self.pays
+        """New tasks. Returns their first observations (N, O) and hints (N, hint_dim)."""
+        self.pays, self.left = torch.rand(self.shape, device=self.device), self.num_pulls
+        self.bounds = torch.stack([self.pays.amax(1), self.pays.mean(1)], 1)
+        return self.pays.new_zeros(self.shape[0], 0), self.left * self.bounds
 
     def step(self, action):
-        """Act (N, 1). Returns the next observations, rewards, episode ends (N,) and expected rewards."""
+        """Act (N, 1). Returns the next observations and hints, rewards, ends (N,) and expected rewards."""
         expected = self.pays.gather(1, action).squeeze(1)
-        reward = torch.bernoulli(expected)
-        return self.pays.new_zeros(self.shape[0], 0), reward, torch.ones_like(reward), expected
+        reward, self.left = torch.bernoulli(expected), self.left - 1
+        obs = self.pays.new_zeros(self.shape[0], 0)
+        return obs, self.left * self.bounds, reward, torch.ones_like(reward), expected
 
 
 class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; transitions are uniform on the simplex, mean
-    rewards of normal distribution around 1, as is a reward around its mean."""
+    rewards of normal distribution around 1, as is a reward around its mean.
+
+    The hint (N, 2) is what an optimal and what a random player would still collect on average."""
 
     STATES, ACTIONS, HORIZON, TEST_TRIALS = 10, 5, 10, 100_000
 
     def __init__(self, args, num_trials, device):
         self.trial = torch.arange(num_trials, device=device)
         self.action_space, self.obs_dim = gym.spaces.Discrete(self.ACTIONS), self.STATES
-        self.task_dim = self.STATES * self.ACTIONS * (self.STATES + 1)
+        self.num_episodes, self.hint_dim = args.episodes_per_trial, 2
 
     def reset(self):
         n, device = len(self.trial), self.trial.device
@@ -257,11 +268,19 @@ class TabularMDP:
         transitions = weights / weights.sum(-1, keepdim=True)
         self.edges = transitions.cumsum(-1)
         self.means = 1 + torch.randn(n, self.STATES, self.ACTIONS, device=device)
+        values = [torch.zeros(n, self.STATES, 2, device=device)]
+        for _ in range(self.HORIZON):  # value iteration for the optimal and for the random player
+            q = self.means.unsqueeze(-1) + torch.einsum("nsax,nxp->nsap", transitions, values[-1])
+            values.append(torch.stack([q[..., 0].amax(2), q[..., 1].mean(2)], -1))
+        self.values = torch.stack(values[::-1])  # (HORIZON + 1, N, STATES, 2)
         self.state, self.t = torch.zeros_like(self.trial), 0
-        return self.observe(), torch.cat([self.means.flatten(1), transitions.flatten(1)], 1)
+        return self.observe()
 
     def observe(self):
-        return nn.functional.one_hot(self.state, self.STATES).float()
+        """Observations (N, STATES) and hints."""
+        episode, t = divmod(self.t, self.HORIZON)
+        later = (self.num_episodes - 1 - episode) * self.values[0, :, 0]
+        return nn.functional.one_hot(self.state, self.STATES).float(), self.values[t, self.trial, self.state] + later
 
     def step(self, action):
         where = self.trial, self.state, action.squeeze(1)
@@ -273,7 +292,7 @@ class TabularMDP:
         done = self.t % self.HORIZON == 0
         if done:
             self.state = torch.zeros_like(self.state)
-        return self.observe(), reward, torch.full_like(reward, done), expected
+        return *self.observe(), reward, torch.full_like(reward, done), expected
 
 
 class Runner(gym.Wrapper):
@@ -331,15 +350,16 @@ class Simulator:
         self.action_space = self.envs.single_action_space
         if not isinstance(self.action_space, gym.spaces.Box | gym.spaces.Discrete):
             raise UsageError(f"--env-id {env_id}: actions {self.action_space} are neither Box nor Discrete")
-        self.obs_dim, self.task_dim = self.envs.single_observation_space.shape[0], int(runner is not None)
+        self.obs_dim, self.hint_dim = self.envs.single_observation_space.shape[0], int(runner is not None)
 
     def reset(self):
         seeds = self.rng.integers(2**31, size=self.envs.num_envs).tolist()
         for env in self.envs.envs:
             self.sample(env if isinstance(env, Runner) else env.unwrapped, self.rng)
         obs, _ = self.envs.reset(seed=seeds)
-        task = [[env.goal] for env in self.envs.envs] if self.task_dim else np.zeros((len(seeds), 0))
-        return self.tensor(obs), self.tensor(task)
+        hint = [[env.goal] for env in self.envs.envs] if self.hint_dim else np.zeros((len(seeds), 0))
+        self.hint = self.tensor(hint)
+        return self.tensor(obs), self.hint
 
     def tensor(self, x):
         return torch.as_tensor(np.asarray(x, np.float32), device=self.device)
@@ -355,7 +375,7 @@ class Simulator:
         if self.at_speed:
             self.error = np.array([env.error for env in self.envs.envs])
         reward = self.tensor(reward)
-        return self.tensor(obs), reward, self.tensor(terminated | truncated), reward
+        return self.tensor(obs), self.hint, reward, self.tensor(terminated | truncated), reward
 
 
 def load_sampler(args):
@@ -463,11 +483,32 @@ def layer_init(layer, gain, args):
     return layer
 
 
+def memory_init(memory, args):
+    """Weights of a recurrent layer, orthogonal gate by gate [D32]; what it keeps from the start, and how long.
+
+    Of one-hot inputs a step sees three or four: with gain 1 they hardly move a unit, and to bind a reward to
+    its state and action takes products that only a bent unit makes."""
+    size = args.rnn_hidden
+    if args.ortho_init:
+        for weight, gain in ((memory.weight_ih_l0, args.input_gain), (memory.weight_hh_l0, 1.0)):
+            for gate in weight.data.split(size):
+                nn.init.orthogonal_(gate, gain)
+        nn.init.zeros_(memory.bias_ih_l0)
+        nn.init.zeros_(memory.bias_hh_l0)
+    if args.chrono_init:
+        inward, keep, *_ = memory.bias_ih_l0.data.split(size)  # what keeps is z of a GRU, f of an LSTM
+        keep.uniform_(1, max(2, args.trial_length - 1)).log_()
+        if args.rnn == "lstm":
+            inward.copy_(-keep)
+    return memory
+
+
 class Agent(nn.Module):
     """Policy, value function and every statistic that they need.
 
-    Inputs (L, S, D) are trials side by side, followed by what the critic may see of the task; `state` (S, R)
-    is the memory before the first step. `starts` and `mask` serve functions shared with other scripts."""
+    Inputs (L, S, D) are trials side by side, followed by what only the critic sees: hints of the task and the
+    share of the trial that is left. `state` (S, R) is the memory before the first step. `starts` and `mask`
+    serve functions shared with other scripts."""
 
     def __init__(self, tasks, args):
         super().__init__()
@@ -478,18 +519,17 @@ class Agent(nn.Module):
         self.reward_rms, self.value_rms = RunningMeanStd(()), RunningMeanStd(())
         self.register_buffer("value_std", torch.ones(()))
         self.input_size = tasks.obs_dim + self.num_actions + 2
-        self.task_size = tasks.task_dim if args.privileged_critic else 0
+        self.hint_size = tasks.hint_dim + 1 if args.privileged_critic else 0
         layer, size = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn], args.rnn_hidden
         count = 1 if args.share_network else 2  # [D13]
-        memories = [layer_init(layer(self.input_size, size), 1.0, args) for _ in range(count)]
+        memories = [memory_init(layer(self.input_size, size), args) for _ in range(count)]
         norms = [nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count)]
         self.memories, self.norms = nn.ModuleList(memories), nn.ModuleList(norms)
         self.state_size = size * count * (2 if args.rnn == "lstm" else 1)
         self.actor = layer_init(nn.Linear(size, self.num_actions), 0.01, args)
-        critic_size = size + self.task_size
-        self.critic = layer_init(nn.Linear(critic_size, 1), 1.0, args)
-        if self.task_size:
-            wide = layer_init(nn.Linear(critic_size, 2 * size), 2**0.5, args)
+        self.critic = layer_init(nn.Linear(size, 1), 1.0, args)
+        if args.privileged_critic:
+            wide = layer_init(nn.Linear(size + self.hint_size, 2 * size), 2**0.5, args)
             self.critic = nn.Sequential(wide, nn.ReLU(), layer_init(nn.Linear(2 * size, 1), 1.0, args))
         if not self.discrete:
             log_std = torch.full((self.num_actions,), args.log_std_init)
@@ -503,12 +543,13 @@ class Agent(nn.Module):
                 obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)
         return obs.float()
 
-    def encode(self, obs, action, reward, done, task):
+    def encode(self, obs, hint, left, action, reward, done):
         """Input of a step (N, D): the observation, and the action, reward and episode end before it."""
         if self.discrete:
             action = nn.functional.one_hot(action.squeeze(1), self.num_actions)
-        before = (action, reward.unsqueeze(1), done.unsqueeze(1))
-        parts = (self.normalize(obs), *before, task[:, : self.task_size])
+        parts = [self.normalize(obs), action, reward.unsqueeze(1), done.unsqueeze(1)]
+        if self.hint_size:
+            parts += [hint / self.args.trial_length, torch.full_like(parts[-1], left)]
         return torch.cat([part.float() for part in parts], 1)
 
     def remember(self, inputs, state):
@@ -527,8 +568,8 @@ class Agent(nn.Module):
         return outputs[0], outputs[-1], torch.cat(states, -1)
 
     def value(self, features, inputs):
-        task = inputs[..., self.input_size :]
-        return self.critic(torch.cat([features, task], -1)).squeeze(-1) * self.value_std
+        hint = inputs[..., self.input_size :]
+        return self.critic(torch.cat([features, hint], -1)).squeeze(-1) * self.value_std
 
     def get_value(self, inputs, state, starts):
         """Values (L, S) in units of returns."""
@@ -537,8 +578,10 @@ class Agent(nn.Module):
     def forward(self, inputs, state, starts=None, mask=None, action=None, noise=0.0):
         """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
 
-        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the next state (S, R)."""
-        policy, critic, state = self.remember(inputs, state)
+        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the memory (S, R) after the
+        last step. No value when acting: one pass over whole trials (get_value) is cheaper."""
+        policy, critic, memory = self.remember(inputs, state)
+        value = None if action is None else self.value(critic, inputs)
         output = self.actor(policy)
         if self.discrete:
             part = Categorical(logits=output, validate_args=False)
@@ -548,7 +591,7 @@ class Agent(nn.Module):
             part = Normal(output, self.log_std.clamp(-5, 2).exp().expand_as(output), validate_args=False)
             action = output + part.stddev * noise if action is None else action
             logprob, entropy = part.log_prob(action).sum(-1), part.entropy().sum(-1)
-        return action, logprob, entropy, self.value(critic, inputs), state
+        return action, logprob, entropy, value, memory
 
     def draw_noise(self, num_trials):
         """What makes an action random (N, A): standard normal, or Gumbel for choices."""
@@ -676,21 +719,21 @@ def train_step(agent, opt, batch, state, index, hyper, metrics):
 def play(tasks, agent, greedy=False):
     """Play one trial in each of N new tasks, the memory empty at its start and kept over its episodes.
 
-    Yields for each of the T steps the input, the forward pass's results, the observation (N, O), the reward
-    drawn, whether the episode ended, and the reward expected (N,)."""
-    obs, task = tasks.reset()
+    Yields for each of the T steps the input, the action and its log-probability, the observation (N, O), the
+    reward drawn, whether the episode ended, and the reward expected (N,)."""
+    obs, hint = tasks.reset()
     num_trials, device = len(obs), agent.value_std.device
     state = torch.zeros(num_trials, agent.state_size, device=device)
     shape = (num_trials, 1) if agent.discrete else (num_trials, agent.num_actions)
     action = torch.zeros(shape, dtype=torch.long if agent.discrete else torch.float32, device=device)
     reward, done = torch.zeros(num_trials, device=device), torch.ones(num_trials, device=device)
-    for _ in range(agent.args.trial_length):
-        inputs = agent.encode(obs, action, reward, done, task)
+    for left in range(agent.args.trial_length, 0, -1):
+        inputs = agent.encode(obs, hint, left / agent.args.trial_length, action, reward, done)
         noise = 0.0 if greedy else agent.draw_noise(num_trials)
-        action, logprob, _, value, state = agent(inputs.unsqueeze(0), state, noise=noise)
+        action, logprob, _, _, state = agent(inputs.unsqueeze(0), state, noise=noise)
         action, seen = action[0], obs
-        obs, reward, done, expected = tasks.step(action)
-        yield inputs, action, logprob[0], value[0], seen, reward, done, expected
+        obs, hint, reward, done, expected = tasks.step(action)
+        yield inputs, action, logprob[0], seen, reward, done, expected
 
 
 def episode_returns(rewards, done, num_episodes):
@@ -704,13 +747,16 @@ def collect(tasks, agent):
 
     Returns the rollout, tensors (T, N, ...), observations (T, N, O) and returns of the episodes (n, N)."""
     steps = zip(*play(tasks, agent), strict=True)
-    inputs, actions, logprobs, values, obs, rewards, done, expected = map(torch.stack, steps)
+    inputs, actions, logprobs, obs, rewards, done, expected = map(torch.stack, steps)
+    state = torch.zeros(rewards.shape[1], agent.state_size, device=rewards.device)
     zeros, last = torch.zeros_like(rewards), torch.zeros_like(rewards)
     last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends
+    with torch.no_grad():
+        values = agent.get_value(inputs, state, zeros)
     rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values, "starts": zeros,
                "rewards": expected if agent.args.expected_reward else rewards,
                "terminated": last, "done": last,
-               "states": torch.zeros(1, rewards.shape[1], agent.state_size, device=rewards.device)}
+               "states": state.unsqueeze(0)}
     return rollout, obs, episode_returns(rewards, done, agent.args.episodes_per_trial)
 
 

@@ -44,23 +44,38 @@ def random_play(tasks, num_trials, steps, num_actions):
 
 def test_a_random_policy_wins_half_the_pulls():
     tasks = rl2.Bandit(small_args(), 20_000, CPU)
-    _, reward, done, expected = random_play(tasks, 20_000, 10, 5)
+    _, _, reward, done, expected = random_play(tasks, 20_000, 10, 5)
     assert reward.sum(0).mean().item() == pytest.approx(5, abs=0.05)
     assert set(reward.unique().tolist()) == {0, 1}
     assert expected.mean().item() == pytest.approx(0.5, abs=0.005) and (done == 1).all()
+
+
+def test_hint_of_an_mdp():
+    """What optimal and random play collect, by the mean over many tasks."""
+    tasks = rl2.TabularMDP(small_args(env_id="TabularMDP", episodes_per_trial=3), 20_000, CPU)
+    _, first = tasks.reset()
+    rewards = torch.zeros(20_000)
+    for t in range(30):
+        _, after, _, _, expected = tasks.step(torch.randint(5, (20_000, 1)))
+        rewards += expected
+        assert (after[:, 0] >= after[:, 1]).all() or t == 29
+    assert first[:, 1].mean().item() == pytest.approx(30, abs=0.5)
+    assert (rewards - first[:, 1]).mean().item() == pytest.approx(0, abs=0.15)
+    assert first[:, 0].mean().item() == pytest.approx(3 * 21.833, abs=0.4)
+    assert not after.any()  # nothing is left
 
 
 def test_an_arm_pays_as_often_as_it_says():
     tasks = rl2.Bandit(small_args(), 4, CPU)
     tasks.reset()
     action = torch.arange(4).unsqueeze(1)
-    rewards = torch.stack([tasks.step(action)[1] for _ in range(4000)])
+    rewards = torch.stack([tasks.step(action)[2] for _ in range(4000)])
     torch.testing.assert_close(rewards.mean(0), tasks.pays.gather(1, action)[:, 0], atol=0.04, rtol=0)
 
 
 def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
     tasks = rl2.TabularMDP(small_args(), 4000, CPU)
-    obs, reward, done, expected = random_play(tasks, 4000, 30, 5)
+    obs, _, reward, done, expected = random_play(tasks, 4000, 30, 5)
     assert reward.sum(0).mean().item() == pytest.approx(30, abs=0.6)
     assert (reward - expected).std().item() == pytest.approx(1, abs=0.02)
     assert done[:, 0].nonzero().flatten().tolist() == [9, 19, 29]
@@ -69,17 +84,16 @@ def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
 
 def test_transitions_and_rewards_of_an_mdp():
     tasks = rl2.TabularMDP(small_args(), 1, CPU)
-    _, task = tasks.reset()
-    means, transitions = task[0, :50].view(10, 5), task[0, 50:].view(10, 5, 10)
-    torch.testing.assert_close(transitions.sum(-1), torch.ones(10, 5))
+    tasks.reset()
+    transitions = tasks.edges[0].diff(dim=-1, prepend=torch.zeros(10, 5, 1))
     counts, rewards = torch.zeros(10), []
     for _ in range(4000):
         tasks.state, tasks.t = torch.tensor([3]), 0
-        obs, reward, *_ = tasks.step(torch.tensor([[2]]))
+        obs, _, reward, *_ = tasks.step(torch.tensor([[2]]))
         counts += obs[0]
         rewards.append(reward.item())
     torch.testing.assert_close(counts / 4000, transitions[3, 2], atol=0.04, rtol=0)
-    assert np.mean(rewards) == pytest.approx(means[3, 2].item(), abs=0.07)
+    assert np.mean(rewards) == pytest.approx(tasks.means[0, 3, 2].item(), abs=0.07)
 
 
 @pytest.mark.parametrize(("env_id", "direction"), [("HalfCheetahDir", True), ("HalfCheetahVel", False)])
@@ -89,7 +103,7 @@ def test_reward_of_a_runner(env_id, direction):
     obs, goal = tasks.reset()
     goal, x, actions = goal[:, 0].numpy(), obs[:, 0].numpy(), np.random.default_rng(0).normal(size=(19, 3, 6))
     for action in actions:
-        obs, reward, done, _ = tasks.step(torch.as_tensor(action))
+        obs, _, reward, done, _ = tasks.step(torch.as_tensor(action))
         speed, cost = (obs[:, 0].numpy() - x) / 0.05, 0.05 * (action.clip(-1, 1) ** 2).sum(1)
         expected = goal * speed if direction else -np.abs(speed - goal)
         np.testing.assert_allclose(reward, expected - cost, rtol=1e-3, atol=1e-3)
@@ -182,11 +196,29 @@ def test_expected_rewards_are_for_advantages_only():
 def test_only_a_privileged_critic_sees_the_task():
     tasks, agent, _ = small_agent(privileged_critic=True)
     rollout, *_ = rl2.collect(tasks, agent)
-    inputs = rollout["obs"].clone()
-    assert inputs.shape[-1] == agent.input_size + 5
-    inputs[..., agent.input_size :] += 1
-    results = [agent(x, rollout["states"][0], action=rollout["actions"]) for x in (rollout["obs"], inputs)]
+    inputs, state = rollout["obs"], rollout["states"][0]
+    assert inputs.shape[-1] == agent.input_size + 3  # best and random, share of the steps that is left
+    hints = torch.stack([tasks.pays.amax(1), tasks.pays.mean(1), torch.ones(16)], 1)
+    for left, row in zip(range(10, 0, -1), inputs[..., agent.input_size :], strict=True):
+        torch.testing.assert_close(row, left / 10 * hints)
+    other = inputs.clone()
+    other[..., agent.input_size :] += 1
+    results = [agent(x, state, action=rollout["actions"]) for x in (inputs, other)]
     assert torch.equal(results[0][1], results[1][1]) and not torch.equal(results[0][3], results[1][3])
+
+
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+def test_chrono_init_keeps_the_memory_for_up_to_a_trial(rnn):
+    """A gate's bias of log(t) forgets a share 1 / (1 + t) each step, so that t + 1 steps pass before 1 / e."""
+    for on in (True, False):
+        agent = small_agent(rnn=rnn, episodes_per_trial=50, rnn_hidden=200, chrono_init=on)[1]
+        inward, keep, *others = agent.memories[0].bias_ih_l0.split(200)  # GRU: r, z, n; LSTM: i, f, g, o
+        assert not torch.cat(others).any() and not agent.memories[0].bias_hh_l0.any()
+        assert torch.equal(inward, -keep if rnn == "lstm" else torch.zeros(200))
+        times = keep.exp()
+        low, high, mean = (1, 49, 25) if on else (1, 1, 1)
+        assert low <= times.min() < low + 2 and high - 2 < times.max() <= high + 1e-4
+        assert times.mean().item() == pytest.approx(mean, abs=4)
 
 
 def test_returns_of_episodes():
