@@ -49,7 +49,6 @@ import tyro
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from torch.distributions import Categorical, Normal
-from torch.func import functional_call
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -99,9 +98,9 @@ class Args:
     task_sampler: str | None = None
     """module:function that makes a task of a Gymnasium id: it is called with the innermost environment and a
     numpy generator before each trial, and sets what it likes"""
-    total_timesteps: int = 3_000_000
+    total_timesteps: int = 12_000_000
     """environment steps over all environments and processes; in whole rollouts"""
-    num_trials: int = 256
+    num_trials: int = 1024
     """N, trials of a rollout, played side by side, per process"""
     norm_obs: bool = False
     """observations minus running mean over running deviation, shared by all environments [D28]"""
@@ -131,7 +130,7 @@ class Args:
     """advantages anew before every epoch from the values learned so far (Andrychowicz et al. 2021)"""
     num_minibatches: int = 4
     """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
-    update_epochs: int = 4
+    update_epochs: int = 1
     """passes over each batch, at most (see target_kl) [D6]"""
     norm_adv: bool = True
     """advantages to mean 0 and deviation 1 [D7]"""
@@ -696,13 +695,12 @@ def adam_step(opt, grad, learning_rate, eps, betas=(0.9, 0.999)):
 def train_step(agent, opt, batch, state, index, hyper, metrics):
     """One optimiser step on sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-
-    def loss_of(params):
+    with torch.enable_grad():  # not torch.func.grad, which differentiates a recurrent layer step by step
         inputs = (mb["obs"], state[index], mb["starts"], mb.get("mask"), mb["actions"])
-        _, newlogprob, entropy, newvalue, _ = functional_call(agent, parameter_views(agent, params), inputs)
-        return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
-
-    grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+        _, newlogprob, entropy, newvalue, _ = agent(*inputs)
+        loss, step_metrics = ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
+        grads = torch.autograd.grad(loss, tuple(agent.parameters()))
+    grad = torch.cat([g.flatten() for g in grads])
     if world_size() > 1:
         grad = sum_over_ranks(grad) / world_size()
     norm = grad.norm()
@@ -1134,10 +1132,10 @@ def train(args, checkpoint=None):
 
 
 def test_mean(agent, when):
-    """Mean return of a trial in a short meta-test of greedy actions."""
+    """Mean return of a trial in a short meta-test, of sampled actions: greedy ones may not explore at all."""
     args = agent.args
     num_trials = (args.test_trials or task_class(args).TEST_TRIALS) // 10
-    return float(meta_test(agent, True, num_trials, when)[0].sum(0).mean())
+    return float(meta_test(agent, False, num_trials, when)[0].sum(0).mean())
 
 
 def finish(agent, run_dir, at, log, num_iterations):

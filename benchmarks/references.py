@@ -10,6 +10,7 @@ A trial is n episodes in one task, its result the undiscounted sum of its reward
     raw      the mean of the sums themselves
     score    the sums of the expected rewards of what was done, minus n * (best of this task - mean best): the
              same mean, without the luck of the rewards and most of the luck of the tasks
+The score's share of each episode is the adaptation curve: how fast a learner finds out what to do.
 
 All learners meet the same tasks. What the paper tuned by the result (c, epsilon, samples, ...) has a row for
 each of a few settings here. Shapes: B trials, K arms, n episodes, H steps an episode, S states, A actions.
@@ -55,17 +56,17 @@ def explore(scores, epsilon, rng):
 
 
 def play_bandit(learner, probabilities, num_pulls, rng):
-    """Trials on arms of `probabilities` (B, K): sums (B,) of rewards and of the probabilities behind them."""
+    """Trials on arms of `probabilities` (B, K): each pull's reward (B, n), and the probability behind it."""
     trial = np.arange(len(probabilities))
     successes, failures = np.zeros((2, *probabilities.shape))
-    returns, expected = np.zeros((2, len(trial)))
-    for remaining in range(num_pulls, 0, -1):
-        pulled = trial, argmax(learner(successes, failures, remaining, rng), rng)
+    returns, expected = np.zeros((2, len(trial), num_pulls))
+    for pull in range(num_pulls):
+        pulled = trial, argmax(learner(successes, failures, num_pulls - pull, rng), rng)
         rewards = rng.random(len(trial)) < probabilities[pulled]
         successes[pulled] += rewards
         failures[pulled] += ~rewards
-        returns += rewards
-        expected += probabilities[pulled]
+        returns[:, pull] = rewards
+        expected[:, pull] = probabilities[pulled]
     return returns, expected
 
 
@@ -323,7 +324,7 @@ def bucb_vi(seen, rng, horizon, mu0=1.0, c=1.0):
 # --------------------------------------------------------------------------------------------------- scores
 
 COLUMNS = ["task", "num_arms", "episodes", "replan", "learner", "setting", "trials", "seed",
-           "score", "score_se", "raw", "raw_se"]
+           "score", "score_se", "raw", "raw_se", "episode_returns"]
 LEARNERS = {
     "bandit": {
         "random": [random_arm],
@@ -385,7 +386,7 @@ class Args:
 
 
 def play_chunk(learner, args, trials, tasks_rng, rng):
-    """Sums of rewards (B,), and those of the expected rewards without the luck of the tasks (B,)."""
+    """Returns of the episodes, and what of them was expected without the luck of the tasks (2, B, n)."""
     if args.task == "bandit":
         probabilities = tasks_rng.random((trials, args.num_arms))
         best, mean_best = probabilities.max(-1), args.num_arms / (args.num_arms + 1)
@@ -393,9 +394,8 @@ def play_chunk(learner, args, trials, tasks_rng, rng):
     else:
         mdps = sample_mdps(trials, tasks_rng)
         best, mean_best = optimal_value(mdps), MEAN_OPTIMUM
-        played = play_mdp(learner, mdps, args.episodes, rng, replan=args.replan)
-        returns, expected = (x.sum(-1) for x in played)
-    return returns, expected - args.episodes * (best - mean_best)
+        returns, expected = play_mdp(learner, mdps, args.episodes, rng, replan=args.replan)
+    return np.stack([returns, expected - (best - mean_best)[:, None]])
 
 
 def mean_and_error(values):
@@ -403,16 +403,17 @@ def mean_and_error(values):
 
 
 def score(learner, args):
-    """Score, raw score and the standard error of each, as a row's columns."""
+    """Score, raw score, standard error of each, and the score's share of each episode, as a row's columns."""
     chunks = []
     for start in range(0, args.trials, CHUNK):
         generators = (np.random.default_rng((args.seed, start, stream)) for stream in (0, 1))
         chunks.append(play_chunk(learner, args, min(CHUNK, args.trials - start), *generators))
-    returns, controlled = np.concatenate(chunks, axis=1)
-    (raw, raw_se), (mean, se) = mean_and_error(returns), mean_and_error(controlled)
+    returns, controlled = np.concatenate(chunks, axis=1)  # (trials, n)
+    (raw, raw_se), (mean, se) = (mean_and_error(x.sum(-1)) for x in (returns, controlled))
     if args.task == "mdp":
         se = np.hypot(se, args.episodes * MEAN_OPTIMUM_SE)
-    return {"score": mean, "score_se": se, "raw": raw, "raw_se": raw_se}
+    return {"score": mean, "score_se": se, "raw": raw, "raw_se": raw_se,
+            "episode_returns": controlled.mean(0).round(4).tolist()}
 
 
 def bounds(args):

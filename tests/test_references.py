@@ -5,6 +5,7 @@ of both together. Published are the tables of Duan et al. (2016), 1000 trials a 
 
 import csv
 import itertools
+import json
 import subprocess
 import sys
 from functools import cache, partial
@@ -55,6 +56,36 @@ def test_score_estimates_what_raw_does_with_less_noise(task, learner, episodes, 
     assert columns["score_se"] < columns["raw_se"]
 
 
+def curve(task, learner, **flags):
+    return np.array(ref.score(learner, ref.Args(task=task, **flags))["episode_returns"])
+
+
+@pytest.mark.parametrize("task, learner", [("bandit", ref.thompson), ("mdp", ref.bucb_vi)])
+def test_the_adaptation_curve_sums_to_the_score(task, learner):
+    flags = {"episodes": 6, "trials": 700}
+    shares = curve(task, learner, **flags)
+    assert shares.shape == (6,)
+    assert shares.sum() == pytest.approx(score(task, learner, **flags)[0], abs=6 * 5e-5)  # 4 digits each
+
+
+def test_who_does_not_learn_has_a_flat_curve_and_who_learns_a_rising_one():
+    flags = {"trials": 20_000, "episodes": 10}
+    np.testing.assert_allclose(curve("bandit", ref.random_arm, **flags), 0.5, atol=0.01)
+    for learner, per_pull in ((ref.thompson, 0.01), (ref.optimistic_thompson, 0.02)):
+        rises = np.diff(curve("bandit", learner, **flags))
+        assert np.all(rises > 0) and rises.mean() > per_pull, rises
+    flags = {"trials": 1000, "episodes": 4}
+    np.testing.assert_allclose(curve("mdp", ref.random_action, **flags), 10, atol=0.7)
+    assert np.all(np.diff(curve("mdp", ref.bucb_vi, **flags)) > 1)
+
+
+def test_greedy_curve_by_hand():
+    # a fresh arm, then the same again after a success, mean 2/3, and the other after a failure, mean 1/2
+    expected = [1 / 2, 1 / 2 * 2 / 3 + 1 / 2 * 1 / 2]
+    np.testing.assert_allclose(curve("bandit", ref.greedy, num_arms=2, episodes=2, trials=20_000), expected,
+                               atol=0.01)
+
+
 def test_score_of_who_knows_the_best_arm_has_no_noise():
     args = ref.Args(num_arms=4, episodes=7, trials=1200)
     tasks = [np.random.default_rng((args.seed, start, 0)).random((trials, 4))
@@ -63,6 +94,7 @@ def test_score_of_who_knows_the_best_arm_has_no_noise():
     columns = ref.score(lambda *_: next(arms), args)
     assert columns["score"] == pytest.approx(7 * 4 / 5)
     assert columns["score_se"] < 1e-12
+    assert columns["episode_returns"] == [0.8] * 7
 
 
 # ---------------------------------------------------------------------------------------------------- bandits
@@ -410,6 +442,10 @@ def test_table_and_csv(tmp_path):
     assert learners == ["psrl"] * 2 + ["bucb-vi"] * 3 + ["task known"]
     optimum = next(row for row in rows if row["learner"] == "bayes optimum")
     assert float(optimum["score"]) == pytest.approx(ref.bayes_optimum(3, 4), abs=1e-5)
+    for row in rows:  # bounds have no curve
+        shares = json.loads(row["episode_returns"] or "[]")
+        assert len(shares) == (int(row["episodes"]) if row["trials"] else 0)
+        assert not shares or sum(shares) == pytest.approx(float(row["score"]), abs=1e-3)
     again = run("--episodes", 4, "--num-arms", 3, "--trials", 50)
     assert again.stdout == first.stdout
 
