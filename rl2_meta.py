@@ -155,8 +155,8 @@ class Args:
     expected_reward: bool = True
     """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
     privileged_critic: bool = True
-    """the value function, which only training needs, sees the steps left and a hint of the task: a goal, or what
-    an optimal and a random player would still collect"""
+    """the value function, which only training needs, sees the steps left and a hint of the task: the goal, or
+    what an optimal and a random player would still collect"""
     share_network: bool = True
     """policy and value share the hidden layers; off: a network each [D13, D26]"""
     layer_norm: bool = False
@@ -166,9 +166,9 @@ class Args:
     rnn_hidden: int = 64
     """units of the recurrent layer; its state starts from zeros [D33]"""
     chrono_init: bool = True
-    """the recurrent layer's units first remember for 1 to T steps, not for 1 or 2 (Tallec and Ollivier 2018)"""
+    """recurrent units first remember for 1 to T steps, not for 1 or 2 (Tallec and Ollivier 2018)"""
     input_gain: float = 4.0
-    """gain of ortho_init for the recurrent layer's inputs; 4 for one-hot ones, 1 for many numbers at a time"""
+    """gain of ortho_init for the recurrent layer's inputs; 4 for one-hot ones, 1 for many numbers"""
     log_std_init: float = -1.0
     """initial log of the Gaussian's deviation, in the policy's units [D24]"""
     learn_std: bool = True
@@ -279,7 +279,8 @@ class TabularMDP:
         """Observations (N, STATES) and hints."""
         episode, t = divmod(self.t, self.HORIZON)
         later = (self.num_episodes - 1 - episode) * self.values[0, :, 0]
-        return nn.functional.one_hot(self.state, self.STATES).float(), self.values[t, self.trial, self.state] + later
+        hint = self.values[t, self.trial, self.state] + later
+        return nn.functional.one_hot(self.state, self.STATES).float(), hint
 
     def step(self, action):
         where = self.trial, self.state, action.squeeze(1)
@@ -483,10 +484,10 @@ def layer_init(layer, gain, args):
 
 
 def memory_init(memory, args):
-    """Weights of a recurrent layer, orthogonal gate by gate [D32]; what it keeps from the start, and how long.
+    """Weights of a recurrent layer, orthogonal gate by gate [D32], and for how long its units remember.
 
-    Of one-hot inputs a step sees three or four: with gain 1 they hardly move a unit, and to bind a reward to
-    its state and action takes products that only a bent unit makes."""
+    Of one-hot inputs a step sees three or four: with gain 1 they hardly move a unit, and only a unit that
+    they bend can bind a reward to its action."""
     size = args.rnn_hidden
     if args.ortho_init:
         for weight, gain in ((memory.weight_ih_l0, args.input_gain), (memory.weight_hh_l0, 1.0)):
@@ -577,8 +578,8 @@ class Agent(nn.Module):
     def forward(self, inputs, state, starts=None, mask=None, action=None, noise=0.0):
         """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
 
-        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the memory (S, R) after the
-        last step. No value when acting: one pass over whole trials (get_value) is cheaper."""
+        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the memory (S, R) after
+        the last step. No value when acting: one pass over whole trials (get_value) is cheaper."""
         policy, critic, memory = self.remember(inputs, state)
         value = None if action is None else self.value(critic, inputs)
         output = self.actor(policy)
@@ -848,6 +849,20 @@ def meta_test(agent, greedy, num_trials, when=0):
     return np.concatenate(returns, 1), np.stack(errors)[-args.episode_length :] if at_speed else None
 
 
+# Return of a trial of learners that know the tasks' structure, as benchmarks/references.py measures it in
+# 4,000 MDPs and 20,000 or more bandits: by task, episodes of a trial and arms.
+REFERENCES = {
+    ("Bandit", 10, 5): {"random": 5.0, "Thompson sampling": 5.830, "UCB1": 6.652, "Gittins index": 6.657,
+                        "Bayes optimum": 6.660},
+    ("Bandit", 10, 10): {"random": 5.0, "Thompson sampling": 5.579, "UCB1": 6.714, "Gittins index": 6.719,
+                         "Bayes optimum": 6.714},
+    ("Bandit", 100, 5): {"random": 50.0, "Thompson sampling": 75.05, "UCB1": 78.32, "Gittins index": 78.63},
+    ("Bandit", 100, 10): {"random": 50.0, "Thompson sampling": 77.07, "UCB1": 83.30, "Gittins index": 83.80},
+    ("TabularMDP", 10, None): {"random": 100.0, "PSRL": 138.2, "UCRL2": 147.1, "BUCB-VI": 156.4,
+                               "task known": 218.3},
+}
+
+
 def report_meta_test(agent):
     """Meta-test with greedy and with sampled actions, and print both. Returns summary.json's numbers."""
     args, summary = agent.args, {}
@@ -866,6 +881,9 @@ def report_meta_test(agent):
             honest, signed = float(np.abs(errors).sum(0).mean()), float(abs(errors.sum(0).mean()))
             summary |= {f"{key}_cost": honest, f"{key}_signed_cost": signed}
             print(f"  last episode's sum of |speed - goal| {honest:.1f}, of the signed error {signed:.1f}")
+    arms = args.num_arms if args.env_id == "Bandit" else None
+    for name, value in REFERENCES.get((args.env_id, n, arms), {}).items():
+        print(f"  {name:18} {value:8.3f}")
     return summary | {"eval_episodes": num_trials * n, "episode_returns": episodes.mean(1).tolist()}
 
 

@@ -19,6 +19,8 @@ sys.path.insert(0, str(SCRIPT.parent))
 
 import references as ref  # noqa: E402
 
+import rl2_meta as rl2  # noqa: E402
+
 
 def score(task, learner, **flags):
     """Score and standard error."""
@@ -456,3 +458,20 @@ def test_bad_values_get_one_sentence(flags):
     result = run(*flags)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_what_rl2_meta_prints_is_in_the_table():
+    """Of a learner with several settings the best; and the optimum of ten pulls anew."""
+    with open(SCRIPT.parent / "results" / "references.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = {"Thompson sampling": "thompson", "Gittins index": "gittins"}
+    for (_, episodes, arms), scores in rl2.REFERENCES.items():
+        about = {"task": "bandit" if arms else "mdp", "episodes": str(episodes), "num_arms": str(arms or "")}
+        for name, score in scores.items():
+            learner = names.get(name, name if name == "task known" else name.lower())
+            found = [float(row["score"]) for row in rows
+                     if row["learner"] == learner and about.items() <= row.items()]
+            assert score == pytest.approx(max(found), abs=0.06 if not arms or episodes > 10 else 0.0011), name
+    for arms in (5, 10):
+        optimum = rl2.REFERENCES["Bandit", 10, arms]["Bayes optimum"]
+        assert ref.bayes_optimum(arms, 10) == pytest.approx(optimum, abs=0.0005)
