@@ -157,6 +157,8 @@ class Args:
     """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
     ent_coef: float = 0.01
     """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
+    anneal_ent: bool = False
+    """ent_coef falls linearly to 0 at total_timesteps"""
     vf_coef: float = 0.5
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
@@ -186,7 +188,7 @@ class Args:
     """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """of the convolutions; bf16 has 8 bits of precision and is several times faster where the processor has
-    matrix units for it; auto: bf16 there"""
+    units for it; auto: bf16 there"""
     torch_threads: int = os.cpu_count() or 1
     """threads of PyTorch in each process; small networks get slower with more"""
     env_threads: int = 0
@@ -912,8 +914,9 @@ def use_bf16(args, device):
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported()
     else:
-        fast = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
-    return args.precision == "bf16" or (args.precision == "auto" and fast)
+        able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
+        fast = able.get("amx_bf16") or able.get("avx512_bf16")
+    return args.precision == "bf16" or bool(args.precision == "auto" and fast)
 
 
 def build(args, checkpoint, num_envs, device):
@@ -993,6 +996,7 @@ def schedule(live, remaining, args):
     hyper = dict(everyone[0])
     hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
     hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+    hyper["ent_coef"] *= remaining if args.anneal_ent else 1
     return hyper
 
 

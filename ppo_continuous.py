@@ -144,6 +144,8 @@ class Args:
     """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
     ent_coef: float = 0.0
     """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
+    anneal_ent: bool = False
+    """ent_coef falls linearly to 0 at total_timesteps"""
     vf_coef: float = 0.5
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
     max_grad_norm: float = 0.5
@@ -1030,6 +1032,7 @@ def schedule(live, remaining, args):
     hyper = dict(everyone[0])
     hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
     hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
+    hyper["ent_coef"] *= remaining if args.anneal_ent else 1
     return hyper
 
 

@@ -261,6 +261,7 @@ FLIPS = [
     (PENDULUM, {"norm_adv_scope": "batch"}), (PENDULUM, {"clip_coef": 0.02}),
     (FEW_CLIPS, {"anneal_clip": True}), (FEW_CLIPS, {"clip_vloss": True}),
     (PENDULUM | {"learn_std": True}, {"ent_coef": 0.1}), (PENDULUM, {"vf_coef": 0.1}),
+    (PENDULUM | {"learn_std": True, "ent_coef": 0.1}, {"anneal_ent": True}),
     (PENDULUM, {"max_grad_norm": 0.0}),
     (PENDULUM, {"target_kl": 1e-6}), (PENDULUM, {"norm_value": False}), (PENDULUM, {"activation": "relu"}),
     (PENDULUM, {"action_dist": "tanh-normal"}), (PENDULUM, {"log_std_init": 0.0}),
