@@ -981,6 +981,14 @@ def can_compile(args, device):
     return bool(args.compile and device.type != "mps" and tools)
 
 
+def compile_graphs(act, step):
+    """Compiled versions of acting and of an optimiser step."""
+    act = torch.compile(act, dynamic=False, options={"cpp_wrapper": True})
+    # Nothing of a step ever changes but the tensors: to check that first would take 10 % of it.
+    unchecked = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    return act, torch.compile(step, dynamic=False, options=unchecked)
+
+
 def restart(envs, agent, rank, iteration):
     """Environments and noise from seeds of this iteration: a resume needs no simulator's state."""
     seeds = derive_seeds(agent.args.seed, rank, iteration, n=envs.num_envs + 1)
@@ -1029,13 +1037,8 @@ def train(args, checkpoint=None):
     num_iterations = count_iterations(args, at, batch_size)
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
-    act, step = agent, train_step
     compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
-    if compiled:
-        act = torch.compile(act, dynamic=False, options={"cpp_wrapper": True})
-        # Nothing of a step ever changes but the tensors: to check that first would take 10 % of it.
-        unchecked = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-        step = torch.compile(step, dynamic=False, options=unchecked)
+    act, step = compile_graphs(agent, train_step) if compiled else (agent, train_step)
     log = RunLog(run_dir, args, at.rows) if rank == 0 else None
     if log:
         print_header(args, envs, agent, num_iterations, run_dir, device, compiled)
