@@ -17,6 +17,10 @@ from test_cli import read_metrics, unboxed
 import rl2_meta as rl2
 
 SCRIPT = Path(__file__).parent.parent / "rl2_meta.py"
+sys.path.insert(0, str(SCRIPT.parent / "benchmarks"))
+
+import speed_rl2  # noqa: E402
+
 SMALL = {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50,
          "expected_reward": False, "privileged_critic": False}
 CPU = torch.device("cpu")
@@ -349,3 +353,10 @@ def test_bad_flags(flags, words, tmp_path, monkeypatch, capsys):
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and list(tmp_path.iterdir()) == []
     assert words in unboxed(err)
+
+
+def test_speed_is_measured():
+    for flags in ("--env-id Bandit --num-trials 16", "--env-id TabularMDP --num-trials 8"):
+        row = speed_rl2.measure(flags, 2)
+        collect, update, both = (row[name] for name in ("collect_sps", "update_sps", "sps"))
+        assert 1 / both == pytest.approx(1 / collect + 1 / update, rel=0.02) and both > 10
