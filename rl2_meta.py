@@ -98,7 +98,7 @@ class Args:
     task_sampler: str | None = None
     """module:function that makes a task of a Gymnasium id: it is called with the innermost environment and a
     numpy generator before each trial, and sets what it likes"""
-    total_timesteps: int = 12_000_000
+    total_timesteps: int = 6_000_000
     """environment steps over all environments and processes; in whole rollouts"""
     num_trials: int = 1024
     """N, trials of a rollout, played side by side, per process"""
@@ -124,7 +124,7 @@ class Args:
     """discount per step; the horizon is about 1 / (1 - gamma) steps"""
     gae: bool = True
     """generalised advantage estimation; off: n-step returns to the end of the rollout, lambda = 1 [D5]"""
-    gae_lambda: float = 0.9
+    gae_lambda: float = 0.95
     """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
     recompute_adv: bool = False
     """advantages anew before every epoch from the values learned so far (Andrychowicz et al. 2021)"""
@@ -142,9 +142,9 @@ class Args:
     """clip_coef falls linearly to 0 at total_timesteps [X1]"""
     clip_vloss: bool = False
     """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
-    ent_coef: float = 0.0
+    ent_coef: float = 0.05
     """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
-    anneal_ent: bool = False
+    anneal_ent: bool = True
     """ent_coef falls linearly to 0 at total_timesteps"""
     vf_coef: float = 0.5
     """weight of the value loss, which has a factor 0.5 of its own [D10]"""
