@@ -316,7 +316,7 @@ def test_stops_at_its_goal(tmp_path):
 
 
 def test_a_task_sampler_of_ones_own(tmp_path):
-    (tmp_path / "heavy.py").write_text("def sample(env, rng):\n    env.gravity = rng.uniform(5, 15)\n")
+    (tmp_path / "heavy.py").write_text("def sample(env, rng):\n    env.g = rng.uniform(5, 15)\n")
     flags = """--env-id Pendulum-v1 --task-sampler heavy:sample --num-trials 4 --rnn-hidden 16 --test-trials 4
                --episodes-per-trial 2 --episode-length 30 --total-timesteps 480"""
     printed = run(tmp_path, flags).stdout
