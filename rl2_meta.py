@@ -100,8 +100,8 @@ class Args:
     numpy generator before each trial, and sets what it likes"""
     total_timesteps: int = 6_000_000
     """environment steps over all environments and processes; in whole rollouts"""
-    num_trials: int = 1024
-    """N, trials of a rollout, played side by side, per process"""
+    num_trials: int = 0
+    """N, trials of a rollout, played side by side, per process; 0: 1024, or 8 in a simulator"""
     norm_obs: bool = False
     """observations minus running mean over running deviation, shared by all environments [D28]"""
     clip_obs: float = 10.0
@@ -202,9 +202,10 @@ class Args:
         return self.trial_length
 
     def __post_init__(self):
+        self.num_trials = self.num_trials or (8 if task_class(self) is Simulator else 1024)
         for name, value in vars(self).items():
             low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, sys.float_info.max)
-            zero = ("seed", "checkpoint_every", "test_trials", "test_every")
+            zero = ("seed", "checkpoint_every", "num_trials", "test_trials", "test_every")
             if type(getattr(Args, name)) is int and name not in zero:
                 low = 1
             signed = name in ("log_std_init", "stop_goal")

@@ -341,7 +341,7 @@ def test_two_processes_train_the_same_weights(tmp_path):
     ("--num-trials 10 --num-minibatches 4", "--num-minibatches 4 does not divide the 10 trials"),
     ("--gamma 1.5", "--gamma 1.5 is out of range: give 0 to 1"),
     ("--num-arms 0", "--num-arms 0 is out of range: give 1"),
-    ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 2560 steps"),
+    ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 10240 steps"),
     ("--device quantum", "--device quantum is not there"),
     ("--resume nowhere", "no checkpoint nowhere/checkpoint.pt"),
 ])  # fmt: skip
