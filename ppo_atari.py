@@ -212,8 +212,8 @@ class Args:
     @property
     def sticky(self):
         """Probability that a frame repeats the action before."""
-        named_v5 = self.env_id.startswith("ALE/")
-        return (0.25 if named_v5 else 0.0) if self.sticky_actions is None else self.sticky_actions
+        named_so = self.env_id.startswith("ALE/") or self.env_id.endswith("-v0")
+        return (0.25 if named_so else 0.0) if self.sticky_actions is None else self.sticky_actions
 
     def __post_init__(self):
         limits = {"gamma": 1, "gae_lambda": 1, "sticky_actions": 1, "seed": 2**32 - 1}
@@ -247,7 +247,8 @@ def import_or_explain(module, option):
 def game_name(env_id):
     """ALE's own name of a game: ms_pacman of MsPacman, ALE/MsPacman-v5, MsPacmanNoFrameskip-v4."""
     short = re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id.removeprefix("ALE/"))
-    games = {name.replace("_", ""): name for name in ale_py.roms.get_all_rom_ids()}
+    two_players = {"combat", "joust", "maze_craze", "warlords"}  # ALE would end the process
+    games = {name.replace("_", ""): name for name in {*ale_py.roms.get_all_rom_ids()} - two_players}
     key = short.replace("_", "").lower()
     if key not in games:
         close = [games[name] for name in difflib.get_close_matches(key, games, cutoff=0.5)]
@@ -270,9 +271,9 @@ def make_games(args, num_envs, lives=False):
         reward_clipping=False, use_fire_reset=args.fire_reset)  # the score is for us to keep; [D17]
 
 
-def can_fire(envs):
-    """Whether FIRE is an action of the game, which is then action 1."""
-    return ale_py.Action.FIRE in envs.ale.get_action_set()
+def fire_only(envs):
+    """Which of the game's actions are FIRE (A,): one of them, or none."""
+    return np.array([action == ale_py.Action.FIRE for action in envs.ale.get_action_set()])
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -570,9 +571,11 @@ def reset_stream(envs, agent, seeds):
     """New games: where they stand between one step, or one rollout, and the next."""
     device, n = agent.value_std.device, envs.num_envs
     obs, infos = envs.reset(seed=np.array(seeds) % 2**31)
-    allowed = np.ones((n, agent.num_actions), bool) if agent.args.fire_reset and can_fire(envs) else None
+    fire = fire_only(envs)
+    allowed = np.tile(fire, (n, 1)) if agent.args.fire_reset and fire.any() else None  # a game's start: FIRE
     return SimpleNamespace(obs=to_device(obs, device), starts=torch.ones(1, n, device=device),
                            allowed=allowed, lives=infos["lives"], frames=infos["episode_frame_number"],
+                           begins=infos["frame_number"] - infos["episode_frame_number"],
                            state=torch.zeros(n, agent.state_size, device=device),  # [D33]
                            discounted=torch.zeros(n, device=device),
                            episode_return=np.zeros(n), episode_length=np.zeros(n, int))
@@ -587,7 +590,7 @@ def to_device(obs, device):
 
 def fire_mask(stream):
     """Which actions are allowed (1, N, A) [X4], None where all are, always."""
-    return None if stream.allowed is None else torch.as_tensor(stream.allowed[None], device=stream.obs.device)
+    return None if stream.allowed is None else torch.tensor(stream.allowed[None], device=stream.obs.device)
 
 
 def step_games(envs, stream, action):
@@ -596,12 +599,12 @@ def step_games(envs, stream, action):
     `over` (N,) marks the games that ended, and were begun anew: a lost life is `terminated` too. After one
     only FIRE is allowed [D17], so that nothing is learned from an action that the policy did not choose."""
     obs, reward, terminated, truncated, infos = envs.step(action[0, :, 0].cpu().numpy())
-    infos["over"] = (terminated | truncated) & (infos["episode_frame_number"] <= stream.frames)
+    begins = infos["frame_number"] - infos["episode_frame_number"]
+    infos["over"] = begins != stream.begins
     if stream.allowed is not None:
-        lost = (infos["lives"] < stream.lives) & ~infos["over"]
-        stream.allowed[:] = ~lost[:, None]
-        stream.allowed[:, 1] = True
-    stream.lives, stream.frames = infos["lives"], infos["episode_frame_number"]
+        lost = (infos["lives"] < stream.lives) | infos["over"]
+        stream.allowed = ~lost[:, None] | fire_only(envs)
+    stream.lives, stream.begins = infos["lives"], begins
     stream.obs = to_device(obs, stream.obs.device)
     stream.episode_return += reward
     stream.episode_length += 1
@@ -717,7 +720,7 @@ EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
 def evaluate(agent, greedy, video_dir=None):
     """Scores of one whole game in each of eval_episodes environments; the first may be recorded."""
     args, num_envs = agent.args, agent.args.eval_episodes
-    envs = make_games(args, num_envs)
+    envs = make_games(args, num_envs, lives=args.episodic_life)
     seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
     torch.manual_seed(seeds.pop())
     stream, scores, actions = reset_stream(envs, agent, seeds), np.full(num_envs, np.nan), []
@@ -727,8 +730,9 @@ def evaluate(agent, greedy, video_dir=None):
         now = stream.obs, stream.state, stream.starts, fire_mask(stream)
         action, *_, stream.state = agent(*now, None, noise)
         actions.append(int(action[0, 0, 0]))
-        *_, infos = step_games(envs, stream, action)
-        stream.starts = torch.zeros_like(stream.starts)
+        _, terminated, truncated, infos = step_games(envs, stream, action)
+        done = torch.from_numpy(terminated | truncated)
+        stream.starts = done.float().unsqueeze(0).to(action.device)
         ended = infos["over"] & np.isnan(scores)
         scores[ended] = stream.episode_return[ended]
         if video_dir and ended[0]:
@@ -927,7 +931,11 @@ def build(args, checkpoint, num_envs, device):
     agent = Agent(channels, int(envs.single_action_space.n), args, use_bf16(args, device)).to(device)
     opt = flatten_parameters(agent)
     if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
+        try:
+            agent.load_state_dict(checkpoint["agent"])
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise UsageError(f"the checkpoint is of a game with other actions: {reason}") from error
         for name, value in opt.items():
             value.copy_(checkpoint["opt"][name])
     return envs, agent, opt
