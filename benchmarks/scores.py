@@ -45,6 +45,8 @@ def read_run(folder):
     script = args.get("script", "ppo_continuous")  # the oldest runs do not name theirs
     command = [f"python {script}.py"]
     for field in fields(importlib.import_module(script).Args):
+        if field.name not in args:
+            continue  # younger than the run
         value, flag = args[field.name], "--" + field.name.replace("_", "-")
         default = list(field.default) if isinstance(field.default, tuple) else field.default
         if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
