@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,7 +123,7 @@ def first_frames(envs, seeds):
     ("ALE/Breakout-v5", 250, {"screen_size": 84}), ("ALE/Pong-v5", 150, {"screen_size": 84}),
     ("ALE/SpaceInvaders-v5", 150, {"screen_size": 84}), ("SpaceInvaders", 80, {"max_pool": False}),
     ("Breakout", 80, {"grayscale": False, "frame_skip": 2, "frame_stack": 3}),
-    ("MsPacman", 80, {"full_actions": True, "frame_skip": 1}),
+    ("Breakout", 80, {"full_actions": True, "frame_skip": 1}),
     ("Breakout", 80, {"fire_reset": False, "noop_max": 5}),
 ], ids=str)  # fmt: skip
 def test_games_are_those_of_a_plain_loop(env_id, steps, flags):
@@ -589,7 +590,7 @@ class Sides:
     A game has one step, or goes on for ever and is cut after `length` of them."""
 
     def __init__(self, args, num_envs, lives=False, length=None):
-        self.num_envs, self.cut, self.length = num_envs, bool(length), length or 1
+        self.num_envs, self.cut, self.length = num_envs, length is not None, 1 if length is None else length
         self.single_action_space = gym.spaces.Discrete(3)
         actions = [ale_py.Action.NOOP, ale_py.Action.RIGHT, ale_py.Action.LEFT]
         self.ale = SimpleNamespace(get_action_set=lambda: actions)
@@ -615,21 +616,30 @@ class Sides:
         ended = self.t + 1 == self.length
         self.total += ended * (self.t + 1)
         self.t = (self.t + 1) * ~ended
-        obs = np.where(ended[:, None, None, None], self.picture(), final) if ended.all() else final
+        obs = self.picture() if ended.all() else final
         return obs, reward, ended & (not self.cut), ended & self.cut, self.infos() | {"final_obs": final}
 
     def close(self):
         pass
 
 
+def test_evaluation_counts_the_first_game_only(monkeypatch):
+    """Others are played while the longest still goes on."""
+    lengths = np.array([2, 5, 9])
+    monkeypatch.setattr(atari, "make_games", partial(Sides, length=lengths))
+    agent = atari.Agent(1, 3, small_args(frame_stack=1, eval_episodes=3))
+    scores, told, _ = evaluated(monkeypatch, agent, greedy=False)
+    rewards = array(told, "rewards")
+    assert len(told) == 9
+    assert scores.tolist() == [rewards[:length, n].sum() for n, length in enumerate(lengths)]
+    assert (rewards.sum(0) > scores).tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize(("length", "flags", "value"), [
     (None, {}, 1.0), (5, {"gamma": 0.8}, 5.0),  # 1 / (1 - gamma)
 ], ids=["one step", "for ever, cut"])  # fmt: skip
 def test_the_side_of_a_square_is_learned(length, flags, value, tmp_path, monkeypatch):
-    def make(args, num_envs, lives=False):
-        return Sides(args, num_envs, lives, length)
-
-    monkeypatch.setattr(atari, "make_games", make)
+    monkeypatch.setattr(atari, "make_games", partial(Sides, length=length))
     args = small_args(num_envs=16, num_minibatches=4, update_epochs=4, learning_rate=1e-3, clip_vloss=False,
                       eval_episodes=50, total_timesteps=4096, frame_stack=1, run_dir=str(tmp_path / "run"),
                       **flags)
