@@ -635,6 +635,15 @@ def test_evaluation_counts_the_first_game_only(monkeypatch):
     assert (rewards.sum(0) > scores).tolist() == [True, True, False]
 
 
+@pytest.mark.parametrize(("greedy", "actions"), [(True, {1}), (False, {0, 1, 2})])
+def test_evaluation_plays_the_likeliest_actions_or_draws_them(greedy, actions, monkeypatch):
+    monkeypatch.setattr(atari, "make_games", partial(Sides, length=30))
+    agent = atari.Agent(1, 3, small_args(frame_stack=1))
+    agent.actor.bias.data[1] = 0.5
+    _, told, _ = evaluated(monkeypatch, agent, greedy)
+    assert set(array(told, "actions").ravel()) == actions
+
+
 @pytest.mark.parametrize(("length", "flags", "value"), [
     (None, {}, 1.0), (5, {"gamma": 0.8}, 5.0),  # 1 / (1 - gamma)
 ], ids=["one step", "for ever, cut"])  # fmt: skip
