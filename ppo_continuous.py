@@ -941,6 +941,7 @@ def set_up_torch(args):
     """Threads and determinism. Returns the device."""
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS demands it
     name = args.device
     if name == "auto":
