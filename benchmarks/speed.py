@@ -21,6 +21,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -78,12 +79,9 @@ class Args:
 # They import what they measure themselves: the peak memory of a child counts from its parent's size.
 
 
-def measure_sb3(env_id, args):
-    import torch
-    from stable_baselines3 import PPO
+def measure_iterations(model, total_timesteps, batch):
+    """Steps per second of an SB3 model's training: the median over its iterations after the first."""
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
 
     class Clock(BaseCallback):
         """Time of every rollout's start, so that a difference is a whole iteration."""
@@ -101,6 +99,17 @@ def measure_sb3(env_id, args):
         def _on_step(self):
             return True
 
+    clock = Clock()
+    model.learn(total_timesteps // batch * batch, callback=clock)
+    return batch / statistics.median(end - start for start, end in pairwise(clock.times[1:]))
+
+
+def measure_sb3(env_id, args):
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import VecNormalize
+
     if args.sb3_threads:
         torch.set_num_threads(args.sb3_threads)
     envs = make_vec_env(env_id, n_envs=NUM_ENVS, seed=1)  # a DummyVecEnv
@@ -109,10 +118,7 @@ def measure_sb3(env_id, args):
     model = PPO("MlpPolicy", envs, learning_rate=3e-4, n_steps=NUM_STEPS, batch_size=BATCH // MINIBATCHES,
                 n_epochs=10, gamma=0.99, gae_lambda=0.95, clip_range=0.2, clip_range_vf=None, ent_coef=0,
                 vf_coef=0.5, max_grad_norm=0.5, target_kl=None, policy_kwargs=net, device="cpu", seed=1)
-    clock = Clock()
-    model.learn(args.total_timesteps // BATCH * BATCH, callback=clock)
-    seconds = [end - start for start, end in zip(clock.times[1:], clock.times[2:], strict=False)]
-    return BATCH / statistics.median(seconds)
+    return measure_iterations(model, args.total_timesteps, BATCH)
 
 
 def measure_raw(env_id, seconds=3.0):
