@@ -163,6 +163,9 @@ class Args:
     """policy and value share the hidden layers; off: a network each [D13, D26]"""
     layer_norm: bool = False
     """normalise the recurrent layer's output"""
+    tabular: bool = True
+    """in a TabularMDP the memory sees the state and action before as one of 50 cells, alone and times the
+    reward, and the policy has weights for each state; off: as published, which learns far more slowly"""
     rnn: Literal["gru", "lstm"] = "gru"
     """recurrent layer between the observation and the networks"""
     rnn_hidden: int = 64
@@ -255,13 +258,18 @@ class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; transitions are uniform on the simplex, mean
     rewards of normal distribution around 1, as is a reward around its mean.
 
-    The hint (N, 2) is what an optimal and what a random player would still collect on average."""
+    An observation is the state, one-hot, with `tabular` followed by the state and action before, one-hot of
+    STATES * ACTIONS, and by the same times the reward. The hint (N, 2) is what an optimal and what a random
+    player would still collect on average."""
 
     STATES, ACTIONS, HORIZON, TEST_TRIALS = 10, 5, 10, 100_000
 
     def __init__(self, args, num_trials, device):
         self.trial = torch.arange(num_trials, device=device)
-        self.action_space, self.obs_dim = gym.spaces.Discrete(self.ACTIONS), self.STATES
+        self.action_space, self.num_cells = gym.spaces.Discrete(self.ACTIONS), self.STATES * self.ACTIONS
+        self.rows, self.obs_dim = 1, self.STATES
+        if args.tabular:
+            self.rows, self.obs_dim = self.STATES, self.STATES + 2 * self.num_cells
         self.num_episodes, self.hint_dim = args.episodes_per_trial, 2
 
     def reset(self):
@@ -276,19 +284,23 @@ class TabularMDP:
             values.append(torch.stack([q[..., 0].amax(2), q[..., 1].mean(2)], -1))
         self.values = torch.stack(values[::-1])  # (HORIZON + 1, N, STATES, 2)
         self.state, self.t = torch.zeros_like(self.trial), 0
+        self.before = torch.zeros(n, 2 * self.num_cells, device=device)
         return self.observe()
 
     def observe(self):
-        """Observations (N, STATES) and hints."""
+        """Observations (N, O) and hints."""
         episode, t = divmod(self.t, self.HORIZON)
         later = (self.num_episodes - 1 - episode) * self.values[0, :, 0]
         hint = self.values[t, self.trial, self.state] + later
-        return nn.functional.one_hot(self.state, self.STATES).float(), hint
+        obs = nn.functional.one_hot(self.state, self.STATES).float()
+        return torch.cat([obs, self.before], 1)[:, : self.obs_dim], hint
 
     def step(self, action):
         where = self.trial, self.state, action.squeeze(1)
         expected = self.means[where]
         reward = expected + torch.randn_like(expected)
+        cell = nn.functional.one_hot(self.state * self.ACTIONS + action.squeeze(1), self.num_cells).float()
+        self.before = torch.cat([cell, cell * reward.unsqueeze(1)], 1)
         draw = torch.rand_like(expected).unsqueeze(1)
         self.state = (draw > self.edges[where]).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
         self.t += 1
@@ -529,7 +541,8 @@ class Agent(nn.Module):
         norms = [nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count)]
         self.memories, self.norms = nn.ModuleList(memories), nn.ModuleList(norms)
         self.state_size = size * count * (2 if args.rnn == "lstm" else 1)
-        self.actor = layer_init(nn.Linear(size, self.num_actions), 0.01, args)
+        self.rows = getattr(tasks, "rows", 1)
+        self.actor = layer_init(nn.Linear(size, self.rows * self.num_actions), 0.01, args)
         self.critic = layer_init(nn.Linear(size, 1), 1.0, args)
         if args.privileged_critic:
             wide = layer_init(nn.Linear(size + self.hint_size, 2 * size), 2**0.5, args)
@@ -586,6 +599,9 @@ class Agent(nn.Module):
         policy, critic, memory = self.remember(inputs, state)
         value = None if action is None else self.value(critic, inputs)
         output = self.actor(policy)
+        if self.rows > 1:
+            now = inputs[..., : self.rows].unsqueeze(-1)  # the state's own row
+            output = (now * output.unflatten(-1, (self.rows, -1))).sum(-2)
         if self.discrete:
             part = Categorical(logits=output, validate_args=False)
             action = (output + noise).argmax(-1, keepdim=True) if action is None else action

@@ -83,7 +83,8 @@ def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
     assert reward.sum(0).mean().item() == pytest.approx(30, abs=0.6)
     assert (reward - expected).std().item() == pytest.approx(1, abs=0.02)
     assert done[:, 0].nonzero().flatten().tolist() == [9, 19, 29]
-    assert (obs.sum(-1) == 1).all() and (obs[9::10, :, 0] == 1).all()  # the next episode's first state
+    state = obs[..., :10]
+    assert (state.sum(-1) == 1).all() and (state[9::10, :, 0] == 1).all()  # the next episode's first state
 
 
 def test_transitions_and_rewards_of_an_mdp():
@@ -94,7 +95,7 @@ def test_transitions_and_rewards_of_an_mdp():
     for _ in range(4000):
         tasks.state, tasks.t = torch.tensor([3]), 0
         obs, _, reward, *_ = tasks.step(torch.tensor([[2]]))
-        counts += obs[0]
+        counts += obs[0, :10]
         rewards.append(reward.item())
     torch.testing.assert_close(counts / 4000, transitions[3, 2], atol=0.04, rtol=0)
     assert np.mean(rewards) == pytest.approx(tasks.means[0, 3, 2].item(), abs=0.07)
@@ -147,7 +148,7 @@ def test_a_whole_trial_at_once_equals_its_steps(flags):
 
 def test_inputs_of_a_trial():
     """The observation, and of the step before: action, reward, end of an episode; first 0, 0, 1."""
-    tasks, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=2)
+    tasks, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=2, tabular=False)
     rollout, obs, _ = rl2.collect(tasks, agent)
     seen, action, reward, done = rollout["obs"].split([10, 5, 1, 1], -1)
     assert torch.equal(seen, obs) and (seen[::10, :, 0] == 1).all()
@@ -155,6 +156,26 @@ def test_inputs_of_a_trial():
     assert torch.equal(action[1:].argmax(-1, keepdim=True), rollout["actions"][:-1])
     assert torch.equal(reward[1:, :, 0], rollout["rewards"][:-1])
     assert done[:, 0, 0].nonzero().flatten().tolist() == [0, 10]
+
+
+def test_cells_of_a_table():
+    """After the state come the state and action before, as one of 50 cells, and the same times the reward."""
+    tasks, agent, _ = small_agent(env_id="TabularMDP", episodes_per_trial=2)
+    rollout, *_ = rl2.collect(tasks, agent)
+    state, cell, earned, _, reward, _ = rollout["obs"].split([10, 50, 50, 5, 1, 1], -1)
+    assert not cell[0].any() and not earned[0].any()
+    expected = state[:-1].argmax(-1) * 5 + rollout["actions"][:-1, :, 0]
+    assert torch.equal(cell[1:], torch.nn.functional.one_hot(expected, 50).float())
+    assert torch.equal(earned[1:], cell[1:] * reward[1:])
+
+
+def test_a_table_has_weights_for_each_state():
+    _, agent, _ = small_agent(env_id="TabularMDP")
+    inputs, actions = torch.zeros(1, 2, agent.input_size), torch.zeros(1, 2, 1, dtype=torch.long)
+    inputs[0, 0, 3], inputs[0, 1, 7] = 1, 1
+    agent.actor.bias.data[3 * 5] = 4.0  # action 0 in state 3
+    _, logprob, *_ = agent(inputs, torch.zeros(2, agent.state_size), action=actions)
+    assert logprob[0].exp().tolist() == pytest.approx([np.exp(4) / (np.exp(4) + 4), 0.2], abs=0.02)
 
 
 def test_gradient_reaches_twenty_steps_back():
