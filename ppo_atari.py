@@ -816,6 +816,16 @@ def load_checkpoint(run_dir):
 # ------------------------------------------------------------------------------------------------- training
 
 
+def start_tracking(args, run_dir):
+    """Send Weights & Biases what TensorBoard gets."""
+    wandb = import_or_explain("wandb", "--track")
+    try:
+        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
+                   dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
+    except wandb.Error as error:
+        raise UsageError(f"--track: {error}") from error
+
+
 class RunLog:
     """metrics.csv, TensorBoard, Weights & Biases and the console of a run that goes on after `rows`."""
 
@@ -831,9 +841,7 @@ class RunLog:
         about |= {"git_commit": commit or None, "script": SCRIPT}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
-            import_or_explain("wandb", "--track").init(
-                project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
-                dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
+            start_tracking(args, run_dir)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
         self.file = open(run_dir / "metrics.csv", "w", buffering=1)  # noqa: SIM115
         self.file.writelines(",".join(map(str, row)) + "\n" for row in (self.COLUMNS, *rows))

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import gymnasium as gym
 import pytest
@@ -340,6 +341,22 @@ def test_environments_at_the_same_time_give_the_same_weights(cartpole, tmp_path,
     run(tmp_path, f"{SHORT} --vector-env {vector_env} --run-dir run")
     params = [load(run_dir)["opt"]["params"] for run_dir in (tmp_path / "run", cartpole[0])]
     assert torch.equal(*params)
+
+
+def test_weights_and_biases_may_refuse(tmp_path, monkeypatch, capsys):
+    class Wandb(ModuleType):
+        Error = ConnectionError
+
+        def init(self, **settings):
+            assert settings["project"] == "ppo" and settings["name"] == "run"
+            raise ConnectionError("no login")
+
+    monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", *f"{SHORT} --track --run-dir run".split()])
+    with pytest.raises(SystemExit) as exit_:
+        ppo.main()
+    assert exit_.value.code == 2 and capsys.readouterr().err == "error: --track: no login\n"
 
 
 # ------------------------------------------------------------------------------------- live changes and NaN

@@ -18,6 +18,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from probes import Chain, Forever, Probe
 from test_cli import read_metrics, unboxed
+from test_resume import check_same, kill_at_first_checkpoint
 
 import muesli_cartpole as muesli
 
@@ -576,24 +577,9 @@ def test_a_low_bar_is_reached_and_said(tmp_path):
 
 
 def test_killed_and_resumed_is_the_same(cartpole, tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    command = [sys.executable, SCRIPT.name, *SHORT.split(), "--run-dir", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not (tmp_path / "run" / "checkpoint.pt").exists():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    kill_at_first_checkpoint(tmp_path, SHORT, SCRIPT)
     run(tmp_path, "--resume run")
-    folders = tmp_path / "run", cartpole[0]
-    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders)
-    for part in ("agent", "opt", "replay"):
-        for name, x in two[part].items():
-            assert torch.equal(torch.as_tensor(one[part][name]), torch.as_tensor(x)), (part, name)
-    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "SPS")} for row in read_metrics(folder)]
-            for folder in folders]
-    assert rows[0] == rows[1]
+    check_same(tmp_path / "run", cartpole[0], parts=("agent", "opt", "replay"))
 
 
 def test_ctrl_c_saves(tmp_path):

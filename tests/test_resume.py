@@ -36,9 +36,9 @@ ppo.main()
 """
 
 
-def start(folder, flags, script=SCRIPT.name):
-    shutil.copy(SCRIPT, folder)
-    return subprocess.Popen([sys.executable, script, *flags.split()], cwd=folder, text=True,
+def start(folder, flags, driver=None, script=SCRIPT):
+    shutil.copy(script, folder)
+    return subprocess.Popen([sys.executable, driver or script.name, *flags.split()], cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -68,22 +68,31 @@ def kill(process):
     process.communicate()
 
 
+def kill_at_first_checkpoint(folder, flags, script):
+    """Train into folder / "run" and be killed there."""
+    process = start(folder, f"{flags} --run-dir run", script=script)
+    assert poll(process, (folder / "run" / "checkpoint.pt").exists)
+    kill(process)
+    assert process.returncode == -signal.SIGKILL
+
+
 def read_metrics(run_dir):
     with open(run_dir / "metrics.csv") as file:
         return list(csv.DictReader(file))
 
 
-def check_same(run_dir, expected):
+def check_same(run_dir, expected, parts=("agent", "opt")):
     """The same weights, optimiser, statistics and metrics, but for the time they took."""
     one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (run_dir, expected))
     assert one["opt"]["exp_avg"].any() and one["at"]["iteration"] == two["at"]["iteration"]
-    for part in ("agent", "opt"):
+    for part in parts:
         assert one[part].keys() == two[part].keys()
-        assert [name for name in two[part] if not torch.equal(one[part][name], two[part][name])] == []
+        a, b = ({name: torch.as_tensor(x) for name, x in run[part].items()} for run in (one, two))
+        assert [name for name in b if not torch.equal(a[name], b[name])] == []
     rows = [read_metrics(folder) for folder in (run_dir, expected)]
     for row in (*rows[0], *rows[1]):
         del row["seconds"], row["SPS"]
-    assert rows[0] == rows[1] and len(rows[0]) == one["at"]["iteration"]
+    assert rows[0] == rows[1] and rows[0]
 
 
 def train_killed(folder, flags, kills, longest):

@@ -3,16 +3,15 @@
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from test_cli import read_metrics, unboxed
+from test_resume import check_same, kill_at_first_checkpoint
 
 import rl2_meta as rl2
 
@@ -312,23 +311,9 @@ def test_evaluate_repeats_the_meta_test(bandit):
 
 
 def test_killed_and_resumed_is_the_same(bandit, tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    command = [sys.executable, SCRIPT.name, *SHORT.split(), "--run-dir", "run"]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 120
-    while not (tmp_path / "run" / "checkpoint.pt").exists():
-        assert process.poll() is None and time.monotonic() < end
-        time.sleep(0.001)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    kill_at_first_checkpoint(tmp_path, SHORT, SCRIPT)
     run(tmp_path, "--resume run")
-    folders = tmp_path / "run", bandit[0]
-    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders)
-    for part in ("agent", "opt"):
-        assert [name for name, x in two[part].items() if not torch.equal(one[part][name], x)] == []
-    rows = [[{k: v for k, v in row.items() if k not in ("seconds", "SPS")} for row in read_metrics(folder)]
-            for folder in folders]
-    assert rows[0] == rows[1]
+    check_same(tmp_path / "run", bandit[0])
 
 
 def test_stops_at_its_goal(tmp_path):
