@@ -4,6 +4,7 @@
 
 Each round measures, one after the other on an otherwise idle machine, in steps per second:
     ours        python ppo_atari.py, all cores
+    torchrun    the same batch of steps, divided over two processes of one thread
     fp32        the same with --precision fp32
     sb3         Stable-Baselines3 on all cores (pip install stable-baselines3 opencv-python-headless)
     raw         ale-py's vector environment with random actions, no learning
@@ -27,8 +28,7 @@ from speed import measure_iterations, run, write
 
 SCRIPT = Path(__file__).resolve().parent.parent / "ppo_atari.py"
 NUM_ENVS, BATCH = 8, 1024  # the script's defaults, which are history's
-RATES = ("ours", "fp32", "sb3", "raw")
-RATIOS = (("ours", "sb3"), ("fp32", "sb3"), ("ours", "raw"))
+RATIOS = (("ours", "sb3"), ("torchrun", "sb3"), ("fp32", "sb3"), ("ours", "raw"))
 
 
 @dataclass
@@ -89,13 +89,15 @@ def measure_raw(args, seconds=5.0):
 # ------------------------------------------------------------------------------------------------ one round
 
 
-def run_ours(args, precision):
-    """Rate, seconds of the first iteration, which compiles, and peak memory."""
+def run_ours(args, *flags, processes=1):
+    """Rate, seconds of the first iteration, which compiles, and peak memory of the largest process."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
-        _, peak = run([SCRIPT, "--env-id", args.env_id, "--run-dir", run_dir, "--precision", precision,
+        _, peak = run([*launcher * (processes > 1), SCRIPT, "--env-id", args.env_id, "--run-dir", run_dir,
                        "--device", "cpu", "--total-timesteps", args.total_timesteps, "--eval-episodes", 1,
-                       "--max-frames", 2000, "--checkpoint-every", 1_000_000], Path(folder))
+                       "--max-frames", 2000, "--checkpoint-every", 1_000_000, *flags,
+                       "--num-envs", NUM_ENVS // processes], Path(folder))
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
     return statistics.median(float(row["SPS"]) for row in rows[1:]), float(rows[0]["seconds"]), peak
@@ -111,12 +113,14 @@ def run_worker(name, args):
 
 def run_round(number, args):
     """Row of the table: all rates, one after the other."""
-    ours, first, peak = run_ours(args, "auto")
+    ours, first, peak = run_ours(args)
     sb3, sb3_peak = run_worker("sb3", args)
-    fp32, *_ = run_ours(args, "fp32")
+    torchrun, *_ = run_ours(args, "--torch-threads", 1, "--env-threads", 1, processes=2)
+    fp32, *_ = run_ours(args, "--precision", "fp32")
     raw, _ = run_worker("raw", args)
-    return {"env_id": args.env_id, "round": number, "ours_sps": round(ours), "fp32_sps": round(fp32),
-            "sb3_sps": round(sb3), "raw_sps": round(raw), "ours_first_iteration_s": round(first, 1),
+    return {"env_id": args.env_id, "round": number, "ours_sps": round(ours),
+            "torchrun_sps": round(torchrun), "fp32_sps": round(fp32), "sb3_sps": round(sb3),
+            "raw_sps": round(raw), "ours_first_iteration_s": round(first, 1),
             "ours_peak_mib": round(peak), "sb3_peak_mib": round(sb3_peak),
             "total_timesteps": args.total_timesteps, "torch": version("torch"),
             "sb3": version("stable-baselines3"), "ale_py": version("ale-py"), "cores": os.cpu_count()}
