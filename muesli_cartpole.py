@@ -726,10 +726,15 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        about = {m.__name__: m.__version__ for m in (torch, np, gym)}
+        names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
+        about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
@@ -887,6 +892,11 @@ def log_interval(log, at, sums, learning_rate, clock, milestone):
     return now
 
 
+def is_evaluated(args):
+    """Whether the run to resume, if any, has its summary: a kill may come between its last step and that."""
+    return not args.resume or Path(args.resume, "summary.json").exists()
+
+
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
     clock, device = time.perf_counter(), set_up_torch(args)
@@ -895,20 +905,21 @@ def train(args, checkpoint=None):
         at = SimpleNamespace(**checkpoint["at"])
     solved = solved_at(at.evaluations, args.stop_return)
     solved_early = args.stop_early and solved is not None
-    if at.global_step >= args.total_timesteps or solved_early:
+    done = at.global_step >= args.total_timesteps or solved_early
+    if done and is_evaluated(args):
         raise UsageError(f"the run has ended after {at.global_step} steps: give more --total-timesteps"
                          + (", and --no-stop-early, as it is solved" if solved_early else ""))
     run_dir = choose_run_dir(args)
     envs, agent, opt, replay = build(args, checkpoint, device)
     learn, compiled = train_step, can_compile(args, device)
     if compiled:
-        learn = torch.compile(learn, dynamic=False, options={"cpp_wrapper": True})
+        learn = torch.compile(learn, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     log = RunLog(run_dir, args, at.rows)
     print_header(args, envs, run_dir, device, compiled)
     iterations = args.total_timesteps // (args.num_envs * args.train_frequency)
     save_every = args.checkpoint_every or max(1, iterations // 20)
     stream, sums = restart(envs, agent, at.iteration), torch.zeros(len(METRICS) + 1, device=device)
-    (signals, handlers), done = catch_signals(), False
+    signals, handlers = catch_signals()
     while not done:
         before = at.global_step
         count, episodes = collect(envs, agent, replay, stream, at)
@@ -982,6 +993,7 @@ def main():
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
+            saved.track = saved.track and not args.evaluate  # evaluation logs nothing
             args = tyro.cli(Args, description=__doc__, default=saved)
             for name in vars(args).keys() - FREE:
                 if getattr(args, name) != getattr(saved, name):

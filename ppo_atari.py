@@ -4,6 +4,7 @@
 #     "torch>=2.9,<2.14",
 #     "numpy>=1.26",
 #     "gymnasium[atari]>=1.4",
+#     "ale-py>=0.12",
 #     "tyro>=0.9",
 #     "tensorboard>=2.18",
 #     "tqdm>=4.66",
@@ -43,7 +44,6 @@ from types import SimpleNamespace
 from typing import Literal
 
 import ale_py
-import gymnasium as gym
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -217,6 +217,7 @@ class Args:
 
     def __post_init__(self):
         limits = {"gamma": 1, "gae_lambda": 1, "sticky_actions": 1, "seed": 2**32 - 1}
+        limits |= dict.fromkeys(("noop_max", "frame_skip", "frame_stack", "max_frames"), 2**31 - 1)  # C's int
         for name, value in vars(self).items():
             low, high = 0, limits.get(name, sys.float_info.max)
             zero = ("seed", "checkpoint_every", "rnn_seq_len", "noop_max", "env_threads")
@@ -230,7 +231,8 @@ class Args:
         if sequences % self.num_minibatches:
             raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {sequences} "
                              f"{'steps' if self.seq_len == 1 else 'sequences'} of a rollout: give a divisor")
-        if self.num_envs * self.num_steps == self.num_minibatches and self.norm_adv:
+        alone = self.num_envs * self.num_steps == self.num_minibatches and self.norm_adv_scope == "minibatch"
+        if alone and self.norm_adv:
             raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
 
 
@@ -340,7 +342,7 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x):
         """Take in a batch (..., *shape), an array or tensor, by the parallel formula of Chan et al. 1979."""
-        x = torch.as_tensor(x).double().cpu().reshape(-1, *self.mean.shape)
+        x = torch.as_tensor(x).cpu().double().reshape(-1, *self.mean.shape)
         n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
         mean = sum_over_ranks(x.sum(0)) / n
         squares = sum_over_ranks((x - mean).square().sum(0))
@@ -554,7 +556,13 @@ def train_step(agent, opt, batch, state, index, hyper, metrics):
         _, newlogprob, entropy, newvalue, _ = functional_call(agent, parameter_views(agent, params), inputs)
         return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
 
-    grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+    if args.rnn == "none":
+        grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+    else:  # torch.func would differentiate a recurrent layer step by step, and cuDNN's not at all
+        with torch.enable_grad():
+            params = opt["params"].detach().requires_grad_()
+            loss, step_metrics = loss_of(params)
+        grad = torch.autograd.grad(loss, params)[0]
     if world_size() > 1:
         grad = sum_over_ranks(grad) / world_size()
     norm = grad.norm()
@@ -736,14 +744,14 @@ def evaluate(agent, greedy, video_dir=None):
         ended = infos["over"] & np.isnan(scores)
         scores[ended] = stream.episode_return[ended]
         if video_dir and ended[0]:
-            frames, _ = replay(args, seeds[0] % 2**31, first_frame, actions)
-            write_video(frames, Path(video_dir))
+            frames = replay(args, seeds[0] % 2**31, first_frame, actions)
+            write_video((frame for frame, _ in frames), Path(video_dir))
     envs.close()
     return scores
 
 
 def replay(args, seed, first_frame, actions):
-    """Colour frames (F, 210, 160, 3) and score of a game that was played with that seed, at native size.
+    """Yield colour frame (210, 160, 3) and reward, frame by frame, of a game played with that seed.
 
     The vector environment draws no pictures for people, but games are repeatable: the same seed and actions
     are the same game. It begins with FIRE, where there is one, and idles up to `first_frame`."""
@@ -757,20 +765,21 @@ def replay(args, seed, first_frame, actions):
         ale.act(ale_py.Action.FIRE)
     while ale.getEpisodeFrameNumber() < first_frame:
         ale.act(ale_py.Action.NOOP)
-    frames, score = [], 0
     for action in actions:
         for _ in range(args.frame_skip):
             if not ale.game_over():
-                score += ale.act(choices[action])
-                frames.append(ale.getScreenRGB())
-    return np.stack(frames), score
+                reward = ale.act(choices[action])
+                yield ale.getScreenRGB(), reward
 
 
 def write_video(frames, folder):
-    """mp4 of frames (F, H, W, 3), 60 a second."""
+    """mp4 of frames (210, 160, 3) as they come, 60 a second: a long game's would not fit into memory."""
+    from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter  # optional
+
     folder.mkdir(parents=True, exist_ok=True)
-    video = import_or_explain("moviepy", "--capture-video").ImageSequenceClip(list(frames), fps=60)
-    video.write_videofile(str(folder / "episode-0.mp4"), logger=None)
+    with FFMPEG_VideoWriter(str(folder / "episode-0.mp4"), (160, 210), 60) as video:
+        for frame in frames:
+            video.write_frame(frame)
 
 
 def report_evaluation(agent, run_dir):
@@ -834,10 +843,15 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        about = {m.__name__: m.__version__ for m in (torch, np, gym)}
+        names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
+        about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
@@ -878,12 +892,15 @@ LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "t
 
 def read_live(path, seen, values, global_step):
     """Take changes from live.json into `values`. Returns its modification time, next time's `seen`."""
-    modified = path.stat().st_mtime_ns if path.exists() else None
-    if modified in (seen, None):
-        return modified
+    modified = None
     try:
+        modified = path.stat().st_mtime_ns
+        if modified == seen:
+            return seen
         changes = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
         tqdm.write(f"live.json ignored: {error}")
         return modified
     for name, value in changes.items():
@@ -892,7 +909,10 @@ def read_live(path, seen, values, global_step):
         if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
             tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
-            tqdm.write(f"live.json at step {global_step}: {name} {values[name]} -> {value}")
+            change = f"step {global_step}: {name} {values[name]} -> {value}"
+            tqdm.write(f"live.json at {change}")
+            with open(path.with_suffix(".log"), "a") as file:
+                file.write(change + "\n")
             values[name] = value
     return modified
 
@@ -925,7 +945,7 @@ def join_processes(device):
 def use_bf16(args, device):
     """Whether the convolutions compute in bf16."""
     if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported()
+        fast = torch.cuda.get_device_capability(device) >= (8, 0)  # others emulate it
     else:
         able = getattr(torch.cpu, "get_capabilities", dict)() if device.type == "cpu" else {}
         fast = able.get("amx_bf16") or able.get("avx512_bf16")
@@ -962,10 +982,10 @@ def choose_run_dir(args):
 
 def print_header(args, envs, agent, num_iterations, run_dir, device, compiled):
     size, minibatch_size = args.screen_size, args.num_envs * args.num_steps // args.num_minibatches
-    protocol = f"sticky actions {args.sticky:g}" if args.sticky else "no sticky actions"
+    protocols = {0.25: ", as ALE/...-v5", 0.0: ", as ...NoFrameskip-v4"}
     names = [action.name for action in envs.ale.get_action_set()]
     print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
-          f"  protocol: {protocol} ({'as ALE/...-v5' if args.sticky else 'as ...NoFrameskip-v4'}), "
+          f"  protocol: sticky actions {args.sticky:g}{protocols.get(args.sticky, '')}; "
           f"{args.frame_skip} frames an action, at most {args.max_frames} a game, "
           f"{'a lost life ends a return' if args.episodic_life else 'returns of whole games'}, "
           f"{'signs of rewards' if args.sign_rewards else 'raw rewards'}\n"
@@ -998,11 +1018,13 @@ def can_compile(args, device):
     return bool(args.compile and device.type != "mps" and tools)
 
 
-def compile_graphs(act, step):
+def compile_graphs(act, step, device):
     """Compiled versions of acting and of an optimiser step."""
-    act = torch.compile(act, dynamic=False, options={"cpp_wrapper": True})
+    torch.compiler.reset()  # unchecked graphs would serve a second training, whatever its flags
+    options = {"cpp_wrapper": device.type == "cpu"}  # on a GPU it needs nvcc
+    act = torch.compile(act, dynamic=False, options=options)
     # Nothing of a step ever changes but the tensors: to check that first would take 10 % of it.
-    unchecked = {"cpp_wrapper": True, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
+    unchecked = {**options, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     return act, torch.compile(step, dynamic=False, options=unchecked)
 
 
@@ -1031,10 +1053,15 @@ def check_finite(iteration, **quantities):
             raise FloatingPointError(f"{name} not finite in iteration {iteration}; the checkpoint is kept")
 
 
+def is_evaluated(args):
+    """Whether the run to resume, if any, has its summary: a kill may come between its last step and that."""
+    return not args.resume or Path(args.resume, "summary.json").exists()
+
+
 def count_iterations(args, at, batch_size):
     """Iterations of the whole run, those that are done included; at least one is left."""
     left = (args.total_timesteps - at.global_step) // batch_size
-    if left <= 0:
+    if left <= 0 and is_evaluated(args):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
@@ -1048,23 +1075,23 @@ def train(args, checkpoint=None):
     clock, device = time.perf_counter(), set_up_torch(args)
     rank = join_processes(device)
     batch_size = args.num_envs * args.num_steps * world_size()
-    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[])
+    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
+                         live={name: getattr(args, name) for name in LIVE})
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
     num_iterations = count_iterations(args, at, batch_size)
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
-    act, step = compile_graphs(agent, train_step) if compiled else (agent, train_step)
+    act, step = compile_graphs(agent, train_step, device) if compiled else (agent, train_step)
     log = RunLog(run_dir, args, at.rows) if rank == 0 else None
     if log:
         print_header(args, envs, agent, num_iterations, run_dir, device, compiled)
     stream = restart(envs, agent, rank, at.iteration)
-    live, live_seen = {name: getattr(args, name) for name in LIVE}, None
-    (signals, handlers), stop = catch_signals(), False
+    (signals, handlers), live_seen, stop = catch_signals(), None, False
     while at.iteration < num_iterations and not stop:
-        live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
-        hyper = schedule(live, 1 - at.iteration / num_iterations, args)
+        live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
+        hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
         at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
         rollout, episodes = collect(envs, agent, act, stream)
         check_finite(at.iteration, rewards=rollout["rewards"].cpu().numpy())
@@ -1127,6 +1154,7 @@ def main():
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
+            saved.track = saved.track and not args.evaluate  # evaluation logs nothing
             args = tyro.cli(Args, description=__doc__, default=saved)
             for name in vars(args).keys() - FREE:
                 if getattr(args, name) != getattr(saved, name):

@@ -92,7 +92,8 @@ class Args:
     num_arms: int = 5
     """k, arms of a Bandit"""
     episodes_per_trial: int = 10
-    """n, episodes in one task; an episode of a Bandit is one pull"""
+    """n, episodes in one task; an episode of a Bandit is one pull. Where episodes can end early a trial holds
+    more, as it always has n * episode_length steps, but only the first n are scored"""
     episode_length: int = 200
     """steps of an episode in a simulator; a TabularMDP has 10"""
     task_sampler: str | None = None
@@ -155,7 +156,8 @@ class Args:
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
     expected_reward: bool = True
-    """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
+    """advantages without luck, where the task tells it: from an action's expected reward, not the drawn one,
+    and in a TabularMDP without what the next state is worth beyond its mean; no bias, less variance"""
     privileged_critic: bool = True
     """the value function, which only training needs, sees the steps left and a hint of the task: the goal, or
     what an optimal and a random player would still collect"""
@@ -217,6 +219,15 @@ class Args:
         if self.num_trials % self.num_minibatches:
             raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the "
                              f"{self.num_trials} trials of a rollout: give a divisor")
+        alone = self.num_trials * self.trial_length == self.num_minibatches
+        if alone and self.norm_adv and self.norm_adv_scope == "minibatch":
+            raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
+        if self.stop_goal is not None and not self.test_every:
+            raise UsageError(f"--stop-goal {self.stop_goal:g} is compared with meta-tests: give --test-every")
+        if self.norm_obs and task_class(self) is not Simulator:
+            raise UsageError(f"--norm-obs: {self.env_id} observes no numbers to normalise: leave it out")
+        if self.task_sampler and self.env_id in FAMILIES:
+            raise UsageError(f"--task-sampler: {self.env_id} has tasks of its own: give a Gymnasium --env-id")
 
 
 # ---------------------------------------------------------------------------------------------- environment
@@ -232,18 +243,20 @@ def import_or_explain(module, option):
 class Bandit:
     """k arms that pay 1 with probabilities uniform in [0, 1]; an episode is a pull, nothing is observed.
 
-    The hint (N, 2) is what the best arm and what random arms would still pay on average."""
+    The hint (N, 2) is what the best arm and what random arms would still pay on average, over the trial's
+    pulls."""
 
     TEST_TRIALS = 100_000
 
     def __init__(self, args, num_trials, device):
         self.shape, self.num_pulls, self.device = (num_trials, args.num_arms), args.trial_length, device
-        self.action_space, self.obs_dim, self.hint_dim = gym.spaces.Discrete(args.num_arms), 0, 2
+        self.action_space = gym.spaces.Discrete(args.num_arms)
+        self.obs_dim, self.hint_dim, self.rows = 0, 2, 1
 
     def reset(self):
         """New tasks. Returns their first observations (N, O) and hints (N, hint_dim)."""
         self.pays, self.left = torch.rand(self.shape, device=self.device), self.num_pulls
-        self.bounds = torch.stack([self.pays.amax(1), self.pays.mean(1)], 1)
+        self.bounds = torch.stack([self.pays.amax(1), self.pays.mean(1)], 1) / self.num_pulls
         return self.pays.new_zeros(self.shape[0], 0), self.left * self.bounds
 
     def step(self, action):
@@ -260,7 +273,7 @@ class TabularMDP:
 
     An observation is the state, one-hot, with `tabular` followed by the state and action before, one-hot of
     STATES * ACTIONS, and by the same times the reward. The hint (N, 2) is what an optimal and what a random
-    player would still collect on average."""
+    player would still collect on average, over the trial's steps."""
 
     STATES, ACTIONS, HORIZON, TEST_TRIALS = 10, 5, 10, 100_000
 
@@ -275,12 +288,12 @@ class TabularMDP:
     def reset(self):
         n, device = len(self.trial), self.trial.device
         weights = torch.empty(n, self.STATES, self.ACTIONS, self.STATES, device=device).exponential_()
-        transitions = weights / weights.sum(-1, keepdim=True)
-        self.edges = transitions.cumsum(-1)
+        self.transitions = weights / weights.sum(-1, keepdim=True)
+        self.edges = self.transitions.cumsum(-1)
         self.means = 1 + torch.randn(n, self.STATES, self.ACTIONS, device=device)
         values = [torch.zeros(n, self.STATES, 2, device=device)]
         for _ in range(self.HORIZON):  # value iteration for the optimal and for the random player
-            q = self.means.unsqueeze(-1) + torch.einsum("nsax,nxp->nsap", transitions, values[-1])
+            q = self.means.unsqueeze(-1) + torch.einsum("nsax,nxp->nsap", self.transitions, values[-1])
             values.append(torch.stack([q[..., 0].amax(2), q[..., 1].mean(2)], -1))
         self.values = torch.stack(values[::-1])  # (HORIZON + 1, N, STATES, 2)
         self.state, self.t = torch.zeros_like(self.trial), 0
@@ -291,7 +304,7 @@ class TabularMDP:
         """Observations (N, O) and hints."""
         episode, t = divmod(self.t, self.HORIZON)
         later = (self.num_episodes - 1 - episode) * self.values[0, :, 0]
-        hint = self.values[t, self.trial, self.state] + later
+        hint = (self.values[t, self.trial, self.state] + later) / (self.num_episodes * self.HORIZON)
         obs = nn.functional.one_hot(self.state, self.STATES).float()
         return torch.cat([obs, self.before], 1)[:, : self.obs_dim], hint
 
@@ -304,10 +317,12 @@ class TabularMDP:
         draw = torch.rand_like(expected).unsqueeze(1)
         self.state = (draw > self.edges[where]).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
         self.t += 1
+        later = self.values[(self.t - 1) % self.HORIZON + 1, ..., 0]  # (N, STATES), of an optimal player
+        luck = later[self.trial, self.state] - (self.transitions[where] * later).sum(1)
         done = self.t % self.HORIZON == 0
         if done:
             self.state = torch.zeros_like(self.state)
-        return *self.observe(), reward, torch.full_like(reward, done), expected
+        return *self.observe(), reward, torch.full_like(reward, done), expected - luck
 
 
 class Runner(gym.Wrapper):
@@ -358,14 +373,18 @@ class Simulator:
             if "mujoco" in str(gym.spec(env_id).entry_point):  # its warnings once, not num_trials times
                 import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
             self.envs = SyncVectorEnv([make_env] * num_trials, autoreset_mode=AutoresetMode.SAME_STEP)
-        except (gym.error.Error, ImportError) as error:
+        except (gym.error.Error, ImportError, NotImplementedError) as error:
             close = difflib.get_close_matches(env_id, [*FAMILIES, *gym.registry], cutoff=0.5)
             raise UsageError(f"cannot make --env-id {env_id}: {str(error).splitlines()[0]}"
                              + (f"; close names: {', '.join(close)}" if close else "")) from error
-        self.action_space = self.envs.single_action_space
-        if not isinstance(self.action_space, gym.spaces.Box | gym.spaces.Discrete):
-            raise UsageError(f"--env-id {env_id}: actions {self.action_space} are neither Box nor Discrete")
-        self.obs_dim, self.hint_dim = self.envs.single_observation_space.shape[0], int(runner is not None)
+        self.action_space, space = self.envs.single_action_space, self.envs.single_observation_space
+        if not isinstance(space, gym.spaces.Box):
+            raise UsageError(f"--env-id {env_id}: {space} is not a vector")
+        real = np.issubdtype(self.action_space.dtype, np.floating)
+        if not isinstance(self.action_space, gym.spaces.Box if real else gym.spaces.Discrete):
+            raise UsageError(f"--env-id {env_id}: actions {self.action_space} are not supported: "
+                             "Box of real numbers and Discrete are")
+        self.obs_dim, self.hint_dim, self.rows = space.shape[0], int(runner is not None), 1
 
     def reset(self):
         seeds = self.rng.integers(2**31, size=self.envs.num_envs).tolist()
@@ -397,12 +416,16 @@ def load_sampler(args):
     """The function that --task-sampler names."""
     if args.task_sampler is None:
         raise UsageError(f"--env-id {args.env_id} is none of {', '.join(FAMILIES)}: give a --task-sampler")
-    module, _, function = args.task_sampler.partition(":")
-    try:
+    module, _, name = args.task_sampler.partition(":")
+    if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-        return getattr(importlib.import_module(module), function)
+    try:
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UsageError(f"--task-sampler {args.task_sampler}: {error}; give module:function") from error
+    if not callable(function):
+        raise UsageError(f"--task-sampler {args.task_sampler} is no function: give module:function")
+    return function
 
 
 FAMILIES = {"Bandit": Bandit, "TabularMDP": TabularMDP, **dict.fromkeys(RUNNERS, Simulator)}
@@ -480,7 +503,7 @@ class RunningMeanStd(nn.Module):
 
     def update(self, x):
         """Take in a batch (..., *shape), an array or tensor, by the parallel formula of Chan et al. 1979."""
-        x = torch.as_tensor(x).double().cpu().reshape(-1, *self.mean.shape)
+        x = torch.as_tensor(x).cpu().double().reshape(-1, *self.mean.shape)
         n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
         mean = sum_over_ranks(x.sum(0)) / n
         squares = sum_over_ranks((x - mean).square().sum(0))
@@ -541,7 +564,7 @@ class Agent(nn.Module):
         norms = [nn.LayerNorm(size) if args.layer_norm else nn.Identity() for _ in range(count)]
         self.memories, self.norms = nn.ModuleList(memories), nn.ModuleList(norms)
         self.state_size = size * count * (2 if args.rnn == "lstm" else 1)
-        self.rows = getattr(tasks, "rows", 1)
+        self.rows = tasks.rows
         self.actor = layer_init(nn.Linear(size, self.rows * self.num_actions), 0.01, args)
         self.critic = layer_init(nn.Linear(size, 1), 1.0, args)
         if args.privileged_critic:
@@ -554,10 +577,10 @@ class Agent(nn.Module):
     def normalize(self, obs):
         """Observations (..., O) to the networks' input [D28], [D29]."""
         if self.args.norm_obs:
-            obs = (obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()
+            obs = (obs.cpu() - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()
             if self.args.clip_obs:
                 obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)
-        return obs.float()
+        return obs.float().to(self.value_std.device)
 
     def encode(self, obs, hint, left, action, reward, done):
         """Input of a step (N, D): the observation, and the action, reward and episode end before it."""
@@ -565,7 +588,7 @@ class Agent(nn.Module):
             action = nn.functional.one_hot(action.squeeze(1), self.num_actions)
         parts = [self.normalize(obs), action, reward.unsqueeze(1), done.unsqueeze(1)]
         if self.hint_size:
-            parts += [hint / self.args.trial_length, torch.full_like(parts[-1], left)]
+            parts += [hint, torch.full_like(parts[-1], left)]
         return torch.cat([part.float() for part in parts], 1)
 
     def remember(self, inputs, state):
@@ -755,9 +778,12 @@ def play(tasks, agent, greedy=False):
 
 
 def episode_returns(rewards, done, num_episodes):
-    """Return of each episode of a trial (n, N) from rewards and episode ends (T, N)."""
-    index = (done.cumsum(0) - done).long().clamp(max=num_episodes - 1)
-    return rewards.new_zeros(num_episodes, rewards.shape[1]).scatter_add_(0, index, rewards)
+    """Return of each of the first n episodes of a trial (n, N) from rewards and episode ends (T, N).
+
+    Where episodes can end early a trial's T steps hold more of them."""
+    done = done.long()
+    index = (done.cumsum(0) - done).clamp(max=num_episodes)
+    return rewards.new_zeros(num_episodes + 1, rewards.shape[1]).scatter_add_(0, index, rewards)[:-1]
 
 
 def collect(tasks, agent):
@@ -854,18 +880,20 @@ def meta_test(agent, greedy, num_trials, when=0):
     Beside them, where the goal is a speed, its error in each step of the last episode, else None."""
     args, returns, errors = agent.args, [], []
     at_speed = args.env_id in RUNNERS and RUNNERS[args.env_id][1]
+    at_once = 200 if task_class(args) is Simulator else 10_000
     with torch.random.fork_rng():
-        for first in range(0, num_trials, 10_000):
-            tasks = make_tasks(args, min(num_trials - first, 10_000), agent.value_std.device)
+        for first in range(0, num_trials, at_once):
+            tasks = make_tasks(args, min(num_trials - first, at_once), agent.value_std.device)
             restart(tasks, args.seed, EVALUATION + when, first)
-            rewards, done = [], []
+            rewards, done, error = [], [], []
             for *_, reward, end, _ in play(tasks, agent, greedy):
                 rewards.append(reward)
                 done.append(end)
-                errors.append(getattr(tasks, "error", None))
+                error.append(tasks.error if at_speed else np.zeros(0))
             part = episode_returns(torch.stack(rewards), torch.stack(done), args.episodes_per_trial)
             returns.append(part.cpu().double().numpy())
-    return np.concatenate(returns, 1), np.stack(errors)[-args.episode_length :] if at_speed else None
+            errors.append(np.stack(error)[-args.episode_length :])
+    return np.concatenate(returns, 1), np.concatenate(errors, 1) if at_speed else None
 
 
 # Return of a trial of learners that know the tasks' structure, as benchmarks/references.py measures it in
@@ -886,24 +914,27 @@ def report_meta_test(agent):
     """Meta-test with greedy and with sampled actions, and print both. Returns summary.json's numbers."""
     args, summary = agent.args, {}
     num_trials = args.test_trials or task_class(args).TEST_TRIALS
-    for name, key in (("eval", "trial_return_greedy"), ("eval_sampled", "trial_return")):
-        episodes, errors = meta_test(agent, name == "eval", num_trials)
+    for greedy, name, key in ((True, "eval", "trial_return_greedy"), (False, "eval_sampled", "trial_return")):
+        episodes, errors = meta_test(agent, greedy, num_trials)
         x, n = episodes.sum(0), args.episodes_per_trial
-        error = float(x.std(ddof=1) / math.sqrt(num_trials)) if num_trials > 1 else float("nan")
+        rows = np.vstack([x, episodes])
+        se = rows.std(1, ddof=1) / math.sqrt(num_trials) if num_trials > 1 else np.full(n + 1, np.nan)
+        curve = "greedy_episode_returns" if greedy else "episode_returns"
         summary |= {f"{name}_mean": float(x.mean()), f"{name}_std": float(x.std()),
-                    f"{key}_mean": float(x.mean()), f"{key}_se": error}
+                    f"{key}_mean": float(x.mean()), f"{key}_se": float(se[0]),
+                    curve: episodes.mean(1).tolist(), f"{curve}_se": se[1:].tolist()}
         shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
-        print(f"{'greedy' if name == 'eval' else 'sampled'} actions, {num_trials} trials in new tasks: "
-              f"return {x.mean():.3f} +- {error:.3f}, by episode "
+        print(f"{'greedy' if greedy else 'sampled'} actions, {num_trials} trials in new tasks: "
+              f"return {x.mean():.3f} +- {se[0]:.3f}, by episode "
               + ", ".join(f"{i}: {episodes[i - 1].mean():.3f}" for i in shown))
-        if errors is not None:  # of each task: a mean speed would have little signed error
+        if errors is not None:  # absolute before the mean over tasks, for which one constant speed costs 0
             honest, signed = float(np.abs(errors).sum(0).mean()), float(abs(errors.sum(0).mean()))
             summary |= {f"{key}_cost": honest, f"{key}_signed_cost": signed}
             print(f"  last episode's sum of |speed - goal| {honest:.1f}, of the signed error {signed:.1f}")
     arms = args.num_arms if args.env_id == "Bandit" else None
     for name, value in REFERENCES.get((args.env_id, n, arms), {}).items():
         print(f"  {name:18} {value:8.3f}")
-    return summary | {"eval_episodes": num_trials * n, "episode_returns": episodes.mean(1).tolist()}
+    return summary | {"eval_episodes": num_trials * n}
 
 
 def save_checkpoint(run_dir, agent, at, **state):
@@ -955,10 +986,15 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        about = {m.__name__: m.__version__ for m in (torch, np, gym)}
+        names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
+        about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
@@ -999,12 +1035,15 @@ LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "t
 
 def read_live(path, seen, values, global_step):
     """Take changes from live.json into `values`. Returns its modification time, next time's `seen`."""
-    modified = path.stat().st_mtime_ns if path.exists() else None
-    if modified in (seen, None):
-        return modified
+    modified = None
     try:
+        modified = path.stat().st_mtime_ns
+        if modified == seen:
+            return seen
         changes = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
         tqdm.write(f"live.json ignored: {error}")
         return modified
     for name, value in changes.items():
@@ -1013,7 +1052,10 @@ def read_live(path, seen, values, global_step):
         if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
             tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
-            tqdm.write(f"live.json at step {global_step}: {name} {values[name]} -> {value}")
+            change = f"step {global_step}: {name} {values[name]} -> {value}"
+            tqdm.write(f"live.json at {change}")
+            with open(path.with_suffix(".log"), "a") as file:
+                file.write(change + "\n")
             values[name] = value
     return modified
 
@@ -1114,10 +1156,15 @@ def reached(tests, args):
     return args.stop_goal is not None and len(window) == args.stop_window and min(window) >= args.stop_goal
 
 
+def is_evaluated(args):
+    """Whether the run to resume, if any, has its summary: a kill may come between its last step and that."""
+    return not args.resume or Path(args.resume, "summary.json").exists()
+
+
 def count_iterations(args, at, batch_size):
     """Iterations of the whole run, those that are done included; at least one is left."""
     left = (args.total_timesteps - at.global_step) // batch_size
-    if left <= 0:
+    if left <= 0 and is_evaluated(args):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
@@ -1132,7 +1179,7 @@ def train(args, checkpoint=None):
     rank = join_processes(device)
     batch_size = args.num_trials * args.trial_length * world_size()
     at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
-                         tests=[])
+                         tests=[], live={name: getattr(args, name) for name in LIVE})
     if checkpoint:
         at = SimpleNamespace(**checkpoint["at"])
     num_iterations = count_iterations(args, at, batch_size)
@@ -1145,11 +1192,10 @@ def train(args, checkpoint=None):
     stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
     if args.norm_obs and not checkpoint:
         agent.obs_rms.update(collect(tasks, agent)[1])
-    live, live_seen = {name: getattr(args, name) for name in LIVE}, None
-    (signals, handlers), stop = catch_signals(), reached(at.tests, args)
+    (signals, handlers), live_seen, stop = catch_signals(), None, reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
-        live_seen = read_live(run_dir / "live.json", live_seen, live, at.global_step) if log else None
-        hyper = schedule(live, 1 - at.iteration / num_iterations, args)
+        live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
+        hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
         at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
         rollout, obs, episodes = collect(tasks, agent)
         check_finite(at.iteration, observations=obs.cpu().numpy(), rewards=rollout["rewards"].cpu().numpy())
@@ -1160,7 +1206,7 @@ def train(args, checkpoint=None):
         at.recent = [(episodes.sum(0).mean().item(), args.trial_length)]
         if args.test_every and at.iteration % args.test_every == 0:
             at.tests.append((at.global_step, test_mean(agent, at.iteration)))
-        stop = bool(sum_over_ranks(torch.tensor(len(signals)))) or reached(at.tests, args)
+        stop = bool(sum_over_ranks(torch.tensor(len(signals) + reached(at.tests, args))))  # all processes
         save = at.iteration % save_every == 0 or at.iteration == num_iterations or stop
         clock, seconds = time.perf_counter(), time.perf_counter() - clock
         at.seconds += seconds
@@ -1181,7 +1227,7 @@ def train(args, checkpoint=None):
 def test_mean(agent, when):
     """Mean return of a trial in a short meta-test, of sampled actions: greedy ones may not explore at all."""
     args = agent.args
-    num_trials = (args.test_trials or task_class(args).TEST_TRIALS) // 10
+    num_trials = max(1, (args.test_trials or task_class(args).TEST_TRIALS) // 10)
     return float(meta_test(agent, False, num_trials, when)[0].sum(0).mean())
 
 
@@ -1221,6 +1267,7 @@ def main():
         if args.resume or args.evaluate:
             checkpoint = load_checkpoint(args.resume or args.evaluate)
             saved = Args(**checkpoint["args"])
+            saved.track = saved.track and not args.evaluate  # evaluation logs nothing
             args = tyro.cli(Args, description=__doc__, default=saved)
             for name in vars(args).keys() - FREE:
                 if getattr(args, name) != getattr(saved, name):

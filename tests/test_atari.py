@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import hyper_of
-from test_cli import unboxed
+from test_cli import train_in_two_processes, unboxed
 from test_resume import check_same, finish, read_metrics
 
 import ppo_atari as atari
@@ -383,6 +383,7 @@ def test_every_game_has_all_its_spellings():
     ("--num-minibatches 3", "--num-minibatches 3 does not divide the 1024 steps"),
     ("--rnn lstm --num-minibatches 16", "--num-minibatches 16 does not divide the 8 sequences"),
     ("--frame-stack 0", "--frame-stack 0 is out of range: give 1"), ("--frame-skip 0", "--frame-skip 0"),
+    ("--max-frames 3000000000", "--max-frames 3000000000 is out of range"),
     ("--noop-max -1", "--noop-max -1 is out of range: give 0"), ("--max-frames 0", "--max-frames 0"),
     ("--sticky-actions 1.5", "--sticky-actions 1.5 is out of range: give 0 to 1"),
     ("--total-timesteps 1000", "leaves no rollout of 1024 steps"),
@@ -575,10 +576,10 @@ def test_a_replay_is_the_same_game(env_id, flags):
     while not over:
         actions.append(int(rng.integers(agent.num_actions)))
         over = atari.step_games(envs, stream, torch.tensor(actions[-1:])[None, None])[3]["over"][0]
-    frames, score = atari.replay(agent.args, 5, first_frame, actions)
-    assert score == stream.episode_return[0] > 0
+    frames, rewards = zip(*atari.replay(agent.args, 5, first_frame, actions), strict=True)
+    assert sum(rewards) == stream.episode_return[0] > 0
     assert 4 * len(actions) - 4 < len(frames) <= 4 * len(actions)  # the last action ends with the game
-    assert frames.shape[1:] == (210, 160, 3) and frames.dtype == np.uint8
+    assert {(frame.shape, frame.dtype.name) for frame in frames} == {((210, 160, 3), "uint8")}
 
 
 # -------------------------------------------------------------------------------------------- a game of ours
@@ -720,7 +721,8 @@ def test_short_run(breakout):
     checkpoint = atari.load_checkpoint(run_dir)
     assert checkpoint["at"]["global_step"] == 128
     assert all(x.isfinite().all() for x in (*checkpoint["agent"].values(), *checkpoint["opt"].values()))
-    assert "no sticky actions" in printed and "4 actions: NOOP FIRE RIGHT LEFT" in printed
+    assert args["ale_py"] == ale_py.__version__ and "sticky actions 0, as ...NoFrameskip-v4" in printed
+    assert "4 actions: NOOP FIRE RIGHT LEFT" in printed
     assert "4 frames of 44 x 44, gray" in printed and "at most 200 a game" in printed
 
 
@@ -737,6 +739,30 @@ def test_evaluate_repeats_the_evaluation_and_records_it(breakout, monkeypatch, c
     clip.close()
     for colour, expected in zip(colours, ([200, 72, 72], [66, 72, 200]), strict=True):  # bricks, red and blue
         np.testing.assert_allclose(colour, expected, atol=40)
+
+
+def test_killed_while_it_was_evaluated(breakout, tmp_path, monkeypatch):
+    shutil.copytree(breakout[0], tmp_path / "run")
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_text()
+    summary.unlink()
+    main("--resume run", tmp_path, monkeypatch)
+    assert summary.read_text() == before
+
+
+@pytest.mark.skipif(not atari.can_compile(atari.Args(), torch.device("cpu")), reason="no C++ compiler")
+def test_compiled_run_agrees_with_eager(breakout, tmp_path, monkeypatch):
+    """In float32, and in bf16 as far as its rounding allows."""
+    for precision, rel in (("fp32", 1e-2), ("bf16", 0.1)):
+        flags = f"--compile --precision {precision} --total-timesteps 64 --run-dir {precision}"
+        main(f"{SHORT} {flags}", tmp_path, monkeypatch)
+        compiled, eager = (read_metrics(run_dir) for run_dir in (tmp_path / precision, breakout[0]))
+        for name in ("value_loss", "entropy", "grad_norm"):
+            assert float(compiled[0][name]) == pytest.approx(float(eager[0][name]), rel=rel), name
+
+
+def test_two_processes_train_the_same_weights(tmp_path):
+    assert not torch.equal(*train_in_two_processes(tmp_path, SCRIPT, SHORT)[1])
 
 
 @pytest.mark.parametrize("flags", ["", "--rnn lstm --rnn-seq-len 8 --env-id ALE/SpaceInvaders-v5"], ids=str)

@@ -89,13 +89,26 @@ torch.save(rank, f"rank{os.environ['RANK']}.pt")
 '''
 
 
-def run(folder, flags, code=0, python="ppo_continuous.py"):
+def run(folder, flags, code=0, python="ppo_continuous.py", script=SCRIPT):
     """Run the script, copied alone into that folder, and check its exit status."""
-    shutil.copy(SCRIPT, folder)
+    shutil.copy(script, folder)
     command, env = [sys.executable, *python.split(), *flags.split()], os.environ | {"PYTHONPATH": "."}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == code, done.stdout + done.stderr
     return done
+
+
+def train_in_two_processes(folder, script, flags):
+    """Train into folder / "run" under torchrun; both end with the weights that are saved.
+
+    Returns what was printed and each rank's observations, tensors (iterations, T, N, ...)."""
+    (folder / "driver.py").write_text(DRIVER.replace("ppo_continuous", script.stem))
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2 driver.py"
+    printed = run(folder, f"{flags} --run-dir run", python=launcher, script=script).stdout
+    ranks = [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
+    for rank in ranks:
+        assert torch.equal(rank["params"], load(folder / "run")["opt"]["params"])
+    return printed, [rank["obs"] for rank in ranks]
 
 
 def read_metrics(run_dir):
@@ -269,6 +282,7 @@ def other_batch(path):
     (other_batch, "--resume run --total-timesteps 256", "64 steps, not 32: resume it with as many processes"),
     (None, "--resume run", "leaves no rollout of 32 steps after the 128 that are done"),
     (None, f"{SHORT} --run-dir run", "--run-dir run is a file or holds a run: --resume it"),
+    (None, f"{SHORT} --run-dir run/args.json/new", "--run-dir run/args.json/new: Not a directory"),
 ])  # fmt: skip
 def test_bad_run_folder(spoil, flags, words, cartpole, tmp_path, monkeypatch, capsys):
     shutil.copytree(cartpole[0], tmp_path / "run")
@@ -328,6 +342,23 @@ def test_evaluate_repeats_the_evaluation(cartpole):
     assert files(run_dir) == before
 
 
+def test_killed_while_it_was_evaluated(cartpole, tmp_path):
+    """All steps are done, but there is no summary: a resume only evaluates."""
+    shutil.copytree(cartpole[0], tmp_path / "run")
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_text()
+    summary.unlink()
+    run(tmp_path, "--resume run")
+    assert summary.read_text() == before
+
+
+def test_a_run_that_goes_on_has_no_summary(cartpole, tmp_path):
+    shutil.copytree(cartpole[0], tmp_path / "run")
+    log = ppo.RunLog(tmp_path / "run", ppo.Args(), load(tmp_path / "run")["at"]["rows"])
+    log.close()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
 def test_compiled_run_agrees_with_eager(cartpole, tmp_path):
     run(tmp_path, f"{SHORT} --compile --run-dir run")
     compiled, eager = (read_metrics(run_dir) for run_dir in (tmp_path / "run", cartpole[0]))
@@ -359,6 +390,18 @@ def test_weights_and_biases_may_refuse(tmp_path, monkeypatch, capsys):
     assert exit_.value.code == 2 and capsys.readouterr().err == "error: --track: no login\n"
 
 
+def test_a_tracked_run_is_evaluated_without_weights_and_biases(cartpole, tmp_path, monkeypatch, capsys):
+    shutil.copytree(cartpole[0], tmp_path / "run")
+    checkpoint = load(tmp_path / "run")
+    checkpoint["args"]["track"] = True
+    torch.save(checkpoint, tmp_path / "run" / "checkpoint.pt")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", "--evaluate", "run"])
+    ppo.main()
+    assert capsys.readouterr().out in cartpole[1]
+
+
 # ------------------------------------------------------------------------------------- live changes and NaN
 
 
@@ -373,9 +416,31 @@ def test_live_changes(tmp_path):
     assert said[4].startswith("live.json ignored: ")  # the second version is no JSON
     assert said[5:] == ["live.json at step 192: update_epochs 2 -> 1",
                         "live.json at step 192: target_kl 0.02 -> None"]
+    changes = (tmp_path / "run" / "live.log").read_text().splitlines()
+    assert changes == [line.removeprefix("live.json at ") for line in (said[0], *said[5:])]
+    assert load(tmp_path / "run")["at"]["live"] == {"learning_rate": 1e-3, "clip_coef": 0.2, "ent_coef": 0.0,
+                                                    "vf_coef": 0.5, "update_epochs": 1, "target_kl": None}
     rows = read_metrics(tmp_path / "run")
     assert [float(row["learning_rate"]) for row in rows] == [3e-4] * 2 + [1e-3] * 6
     assert [int(row["epochs"]) for row in rows] == [2] * 6 + [1] * 2
+
+
+def test_live_changes_go_on_after_a_resume(cartpole, tmp_path):
+    shutil.copytree(cartpole[0], tmp_path / "run")
+    checkpoint = load(tmp_path / "run")
+    checkpoint["at"]["live"]["update_epochs"] = 1
+    torch.save(checkpoint, tmp_path / "run" / "checkpoint.pt")
+    run(tmp_path, "--resume run --total-timesteps 160")
+    assert [int(row["epochs"]) for row in read_metrics(tmp_path / "run")] == [2] * 4 + [1]
+
+
+def test_live_file_that_cannot_be_read(tmp_path, capsys):
+    path, values = tmp_path / "live.json", {"vf_coef": 0.5}
+    assert ppo.read_live(path, None, values, 0) is None and capsys.readouterr().out == ""
+    path.mkdir()
+    seen = ppo.read_live(path, None, values, 0)
+    assert capsys.readouterr().out.startswith("live.json ignored: ")
+    assert ppo.read_live(path, seen, values, 0) == seen and capsys.readouterr().out == ""  # told once
 
 
 def test_nan_reward_stops_and_keeps_the_checkpoint(tmp_path):
@@ -394,14 +459,9 @@ def test_nan_reward_stops_and_keeps_the_checkpoint(tmp_path):
 
 def test_two_processes(tmp_path):
     """Same gradients, different environments; no rank waits for another when target_kl ends the epochs."""
-    (tmp_path / "driver.py").write_text(DRIVER)
-    flags = "--total-timesteps 640 --update-epochs 4 --learning-rate 3e-3 --target-kl 3e-3 --run-dir run"
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2"
-    run(tmp_path, f"{SHORT} {flags}", python=f"{launcher} driver.py")
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    assert torch.equal(ranks[0]["params"], ranks[1]["params"])
-    assert torch.equal(ranks[0]["params"], load(tmp_path / "run")["opt"]["params"])
-    starts = torch.cat([rank["obs"][1, 0] for rank in ranks])  # (4, O), of iteration 1
+    flags = "--total-timesteps 640 --update-epochs 4 --learning-rate 3e-3 --target-kl 3e-3"
+    _, obs = train_in_two_processes(tmp_path, SCRIPT, f"{SHORT} {flags}")
+    starts = torch.cat([rank[1, 0] for rank in obs])  # (4, O), of iteration 1
     assert len(starts.unique(dim=0)) == 4
     rows = read_metrics(tmp_path / "run")
     assert [int(row["global_step"]) for row in rows] == list(range(64, 641, 64))

@@ -576,6 +576,15 @@ def test_a_low_bar_is_reached_and_said(tmp_path):
     assert after["global_step"] >= 1000 and after["solved_at"] == summary["solved_at"]
 
 
+def test_killed_while_it_was_evaluated(cartpole, tmp_path):
+    shutil.copytree(cartpole[0], tmp_path / "run")
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_text()
+    summary.unlink()
+    run(tmp_path, "--resume run")
+    assert summary.read_text() == before
+
+
 def test_killed_and_resumed_is_the_same(cartpole, tmp_path):
     kill_at_first_checkpoint(tmp_path, SHORT, SCRIPT)
     run(tmp_path, "--resume run")

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from test_cli import read_metrics, unboxed
+from test_cli import read_metrics, train_in_two_processes, unboxed
 from test_resume import check_same, kill_at_first_checkpoint
 
 import rl2_meta as rl2
@@ -54,7 +55,7 @@ def test_a_random_policy_wins_half_the_pulls():
 
 
 def test_hint_of_an_mdp():
-    """What optimal and random play collect, by the mean over many tasks."""
+    """What optimal and random play collect over 30 steps, by the mean over many tasks."""
     tasks = rl2.TabularMDP(small_args(env_id="TabularMDP", episodes_per_trial=3), 20_000, CPU)
     _, first = tasks.reset()
     rewards = torch.zeros(20_000)
@@ -62,9 +63,10 @@ def test_hint_of_an_mdp():
         _, after, _, _, expected = tasks.step(torch.randint(5, (20_000, 1)))
         rewards += expected
         assert (after[:, 0] >= after[:, 1]).all() or t == 29
-    assert first[:, 1].mean().item() == pytest.approx(30, abs=0.5)
-    assert (rewards - first[:, 1]).mean().item() == pytest.approx(0, abs=0.15)
-    assert first[:, 0].mean().item() == pytest.approx(3 * 21.833, abs=0.4)
+    best, random = (30 * first).unbind(1)
+    assert random.mean().item() == pytest.approx(30, abs=0.5)
+    assert (rewards - random).mean().item() == pytest.approx(0, abs=0.15)
+    assert best.mean().item() == pytest.approx(3 * 21.833, abs=0.4)
     assert not after.any()  # nothing is left
 
 
@@ -80,7 +82,7 @@ def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
     tasks = rl2.TabularMDP(small_args(), 4000, CPU)
     obs, _, reward, done, expected = random_play(tasks, 4000, 30, 5)
     assert reward.sum(0).mean().item() == pytest.approx(30, abs=0.6)
-    assert (reward - expected).std().item() == pytest.approx(1, abs=0.02)
+    assert (reward - expected).mean().item() == pytest.approx(0, abs=0.03)
     assert done[:, 0].nonzero().flatten().tolist() == [9, 19, 29]
     state = obs[..., :10]
     assert (state.sum(-1) == 1).all() and (state[9::10, :, 0] == 1).all()  # the next episode's first state
@@ -98,6 +100,20 @@ def test_transitions_and_rewards_of_an_mdp():
         rewards.append(reward.item())
     torch.testing.assert_close(counts / 4000, transitions[3, 2], atol=0.04, rtol=0)
     assert np.mean(rewards) == pytest.approx(tasks.means[0, 3, 2].item(), abs=0.07)
+
+
+def test_expected_reward_of_an_mdp_has_no_luck():
+    """With what an optimal player still gets it is always q(s, a), whatever the next state."""
+    tasks = rl2.TabularMDP(small_args(episodes_per_trial=1), 500, CPU)
+    tasks.reset()
+    for t in range(10):
+        state, action = tasks.state, torch.randint(5, (500, 1))
+        *_, expected = tasks.step(action)
+        chosen = torch.arange(500), state, action[:, 0]
+        later = tasks.values[t + 1, ..., 0]
+        q = tasks.means[chosen] + (tasks.transitions[chosen] * later).sum(1)
+        torch.testing.assert_close(expected + later[torch.arange(500), tasks.state], q)
+    torch.testing.assert_close(expected, tasks.means[chosen])  # after the last step nothing follows
 
 
 @pytest.mark.parametrize(("env_id", "direction"), [("HalfCheetahDir", True), ("HalfCheetahVel", False)])
@@ -248,7 +264,27 @@ def test_chrono_init_keeps_the_memory_for_up_to_a_trial(rnn):
 def test_returns_of_episodes():
     rewards = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [8.0, 8.0]])
     done = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
-    assert rl2.episode_returns(rewards, done, 2).tolist() == [[3, 1], [12, 14]]  # a third counts as the last
+    assert rl2.episode_returns(rewards, done, 2).tolist() == [[3, 1], [12, 2]]  # a third is not scored
+
+
+def test_errors_of_all_tasks_of_a_speed():
+    """Also where they are tested in groups: 210 tasks are a group of 200 and one of 10."""
+    flags = {"env_id": "HalfCheetahVel", "episodes_per_trial": 2, "episode_length": 3, "num_minibatches": 1}
+    _, agent, _ = small_agent(**flags)
+    episodes, errors = rl2.meta_test(agent, True, 210)
+    assert episodes.shape == (2, 210) and errors.shape == (3, 210)  # of the last episode's steps
+    assert (np.abs(errors).sum(0) < -episodes[1] + 1e-3).all()  # a return is that and the actions' cost
+    assert len(np.unique(errors[0])) == 210
+
+
+def test_a_runners_goal_is_the_critics_hint():
+    args = small_args(env_id="HalfCheetahVel", num_trials=3, num_minibatches=1, privileged_critic=True,
+                      episodes_per_trial=2, episode_length=3)
+    tasks, agent, _ = rl2.build(args, None, CPU)
+    rollout, *_ = rl2.collect(tasks, agent)
+    goals = torch.tensor([env.goal for env in tasks.envs.envs])
+    for inputs in rollout["obs"]:
+        torch.testing.assert_close(inputs[:, agent.input_size], goals)
 
 
 def test_meta_test_disturbs_nothing_and_repeats():
@@ -260,7 +296,7 @@ def test_meta_test_disturbs_nothing_and_repeats():
 
 
 def test_stop_goal_needs_a_full_window():
-    args = small_args(stop_goal=5.0, stop_window=3)
+    args = small_args(test_every=1, stop_goal=5.0, stop_window=3)
     assert not rl2.reached([(1, 9.0), (2, 9.0)], args) and rl2.reached([(1, 0.0), *((2, 5.0),) * 3], args)
     assert not rl2.reached([(1, 9.0), (2, 4.0), (3, 9.0)], args)
 
@@ -299,7 +335,9 @@ def test_short_run(bandit):
     summary, rows = json.loads((run_dir / "summary.json").read_text()), read_metrics(run_dir)
     assert summary["global_step"] == 6400 and [int(row["global_step"]) for row in rows][-1] == 6400
     assert all(math.isfinite(float(row[name])) for row in rows for name in rl2.METRICS)
-    assert len(summary["episode_returns"]) == 10
+    assert len(summary["episode_returns"]) == len(summary["greedy_episode_returns_se"]) == 10
+    assert sum(summary["greedy_episode_returns"]) == pytest.approx(summary["trial_return_greedy_mean"])
+    assert all(0 < error < 0.1 for error in summary["episode_returns_se"])
     assert sum(summary["episode_returns"]) == pytest.approx(summary["trial_return_mean"])
     assert 0 < summary["trial_return_se"] < 1 and "trials in new tasks" in printed
 
@@ -310,6 +348,15 @@ def test_evaluate_repeats_the_meta_test(bandit):
     assert "\n  Bayes optimum         6.660\n" in again
 
 
+def test_killed_while_it_was_tested(bandit, tmp_path):
+    shutil.copytree(bandit[0], tmp_path / "run")
+    summary = tmp_path / "run" / "summary.json"
+    before = summary.read_text()
+    summary.unlink()
+    run(tmp_path, "--resume run")
+    assert summary.read_text() == before
+
+
 def test_killed_and_resumed_is_the_same(bandit, tmp_path):
     kill_at_first_checkpoint(tmp_path, SHORT, SCRIPT)
     run(tmp_path, "--resume run")
@@ -317,7 +364,7 @@ def test_killed_and_resumed_is_the_same(bandit, tmp_path):
 
 
 def test_stops_at_its_goal(tmp_path):
-    run(tmp_path, f"{SHORT} --test-every 2 --stop-goal 1 --stop-window 2 --run-dir run")
+    run(tmp_path, f"{SHORT} --test-every 2 --test-trials 5 --stop-goal 1 --stop-window 2 --run-dir run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 4 * 160
 
 
@@ -330,14 +377,19 @@ def test_a_task_sampler_of_ones_own(tmp_path):
 
 
 def test_two_processes_train_the_same_weights(tmp_path):
-    shutil.copy(SCRIPT, tmp_path)
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node=2"
-    command = [sys.executable, *f"{launcher} {SCRIPT.name} {SHORT} --run-dir run".split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    printed, obs = train_in_two_processes(tmp_path, SCRIPT, SHORT)
+    assert not torch.equal(*obs)
     assert [int(row["global_step"]) for row in read_metrics(tmp_path / "run")] == list(range(320, 6401, 320))
     again = run(tmp_path, "--evaluate run").stdout
-    assert "trials in new tasks" in again and again in done.stdout
+    assert "trials in new tasks" in again and again in printed
+
+
+def odd_space(name):
+    """CartPole with sequences as observations or with levels, real numbers rounded, as actions."""
+    env = gym.make("CartPole-v1").unwrapped
+    levels = gym.spaces.Box(0, 9, (2,), np.int64)
+    setattr(env, name, levels if name == "action_space" else gym.spaces.Sequence(levels))
+    return env
 
 
 @pytest.mark.parametrize(("flags", "words"), [
@@ -345,6 +397,13 @@ def test_two_processes_train_the_same_weights(tmp_path):
     ("--env-id CartPol-v1 --task-sampler math:sqrt", "CartPole-v1"),
     ("--env-id CartPole-v1 --task-sampler nowhere:f", "--task-sampler nowhere:f"),
     ("--num-trials 10 --num-minibatches 4", "--num-minibatches 4 does not divide the 10 trials"),
+    ("--env-id CartPole-v1 --task-sampler math:pi", "--task-sampler math:pi is no function"),
+    ("--task-sampler math:sqrt", "--task-sampler: Bandit has tasks of its own"),
+    ("--stop-goal 5", "--stop-goal 5 is compared with meta-tests: give --test-every"),
+    ("--norm-obs", "--norm-obs: Bandit observes no numbers to normalise"),
+    ("--num-trials 8 --num-minibatches 8 --episodes-per-trial 1", "minibatches of one step"),
+    ("--env-id Words-v0 --task-sampler math:sqrt", "is not a vector"),
+    ("--env-id Levels-v0 --task-sampler math:sqrt", "Box of real numbers and Discrete are"),
     ("--gamma 1.5", "--gamma 1.5 is out of range: give 0 to 1"),
     ("--num-arms 0", "--num-arms 0 is out of range: give 1"),
     ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 10240 steps"),
@@ -352,6 +411,9 @@ def test_two_processes_train_the_same_weights(tmp_path):
     ("--resume nowhere", "no checkpoint nowhere/checkpoint.pt"),
 ])  # fmt: skip
 def test_bad_flags(flags, words, tmp_path, monkeypatch, capsys):
+    for name, space in (("Words", "observation_space"), ("Levels", "action_space")):
+        monkeypatch.setitem(gym.registry, f"{name}-v0", gym.envs.registration.EnvSpec(
+            f"{name}-v0", entry_point=lambda space=space: odd_space(space)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [SCRIPT.name, *flags.split()])
     with pytest.raises(SystemExit) as stop:
