@@ -13,7 +13,7 @@
 
     python rl2_meta.py --env-id Bandit --num-arms 5 --episodes-per-trial 10
     python rl2_meta.py --resume runs/RUN                  go on after a kill, exactly
-    python rl2_meta.py --evaluate runs/RUN
+    python rl2_meta.py --evaluate runs/RUN                --capture-video too, in a simulator
 
 A trial is n episodes in one task. The memory starts a trial empty and lives through its episodes: what the
 agent learns of the task it must keep there, as its weights stand still. Training maximises whole trials.
@@ -194,6 +194,8 @@ class Args:
     """its project"""
     wandb_entity: str | None = None
     """its team"""
+    capture_video: bool = False
+    """record the episodes of the first greedy trial of the meta-test as mp4, in a simulator"""
 
     @property
     def trial_length(self):
@@ -222,8 +224,6 @@ class Args:
         alone = self.num_trials * self.trial_length == self.num_minibatches
         if alone and self.norm_adv and self.norm_adv_scope == "minibatch":
             raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
-        if self.stop_goal is not None and not self.test_every:
-            raise UsageError(f"--stop-goal {self.stop_goal:g} is compared with meta-tests: give --test-every")
         if self.norm_obs and task_class(self) is not Simulator:
             raise UsageError(f"--norm-obs: {self.env_id} observes no numbers to normalise: leave it out")
         if self.task_sampler and self.env_id in FAMILIES:
@@ -347,12 +347,23 @@ RUNNERS = {
 }
 
 
+def record_episodes(env, video_dir, num_episodes):
+    """The environment, its first episodes recorded as mp4."""
+    if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # or the agent runs out of sight
+        mujoco = importlib.import_module("mujoco")
+        renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
+    wanted = range(num_episodes).__contains__
+    return gym.wrappers.RecordVideo(env, video_dir, wanted, disable_logger=True)
+
+
 class Simulator:
-    """Tasks in Gymnasium environments. An observation after an episode's end is the next one's first."""
+    """Tasks in Gymnasium environments. An observation after an episode's end is the next one's first.
+
+    With a `video_dir` the episodes of the first trial are recorded."""
 
     TEST_TRIALS = 40
 
-    def __init__(self, args, num_trials, device):
+    def __init__(self, args, num_trials, device, video_dir=None):
         self.device, self.rng = device, np.random.default_rng(0)
         runner = RUNNERS.get(args.env_id)
         if runner:
@@ -363,16 +374,22 @@ class Simulator:
             env_id, self.at_speed, options = args.env_id, False, {}
             self.sample = load_sampler(args)
 
-        def make_env():
-            env = gym.make(env_id, max_episode_steps=args.episode_length, disable_env_checker=True, **options)
+        def make_env(record):
+            rendering = {"render_mode": "rgb_array"} if record else {}
+            env = gym.make(env_id, max_episode_steps=args.episode_length, disable_env_checker=True, **options,
+                           **rendering)
+            env = record_episodes(env, video_dir, args.episodes_per_trial) if record else env
             env = Runner(env, self.at_speed) if runner else env
             flat = isinstance(env.observation_space, gym.spaces.Box) and len(env.observation_space.shape) == 1
             return env if flat else gym.wrappers.FlattenObservation(env)
 
+        if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
+            os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import, which is here
+        thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_trials)]
         try:
             if "mujoco" in str(gym.spec(env_id).entry_point):  # its warnings once, not num_trials times
                 import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
-            self.envs = SyncVectorEnv([make_env] * num_trials, autoreset_mode=AutoresetMode.SAME_STEP)
+            self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError, NotImplementedError) as error:
             close = difflib.get_close_matches(env_id, [*FAMILIES, *gym.registry], cutoff=0.5)
             raise UsageError(f"cannot make --env-id {env_id}: {str(error).splitlines()[0]}"
@@ -380,6 +397,8 @@ class Simulator:
         self.action_space, space = self.envs.single_action_space, self.envs.single_observation_space
         if not isinstance(space, gym.spaces.Box):
             raise UsageError(f"--env-id {env_id}: {space} is not a vector")
+        if args.capture_video and "rgb_array" not in self.envs.metadata.get("render_modes", []):
+            raise UsageError(f"--capture-video: {env_id} does not render pictures")
         real = np.issubdtype(self.action_space.dtype, np.floating)
         if not isinstance(self.action_space, gym.spaces.Box if real else gym.spaces.Discrete):
             raise UsageError(f"--env-id {env_id}: actions {self.action_space} are not supported: "
@@ -435,8 +454,10 @@ def task_class(args):
     return FAMILIES.get(args.env_id, Simulator)
 
 
-def make_tasks(args, num_trials, device):
-    return task_class(args)(args, num_trials, device)
+def make_tasks(args, num_trials, device, **recording):
+    if args.capture_video and task_class(args) is not Simulator:
+        raise UsageError(f"--capture-video: {args.env_id} has no pictures: leave it out")
+    return task_class(args)(args, num_trials, device, **recording)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -874,16 +895,19 @@ def restart(tasks, seed, rank, iteration):
     tasks.rng = np.random.default_rng(rng)
 
 
-def meta_test(agent, greedy, num_trials, when=0):
+def meta_test(agent, greedy, num_trials, when=0, video_dir=None):
     """Returns of the episodes (n, num_trials) in tasks that training has not drawn, statistics frozen.
 
-    Beside them, where the goal is a speed, its error in each step of the last episode, else None."""
+    Beside them, where the goal is a speed, its error in each step of the last episode, else None. The first
+    trial may be recorded."""
     args, returns, errors = agent.args, [], []
     at_speed = args.env_id in RUNNERS and RUNNERS[args.env_id][1]
     at_once = 200 if task_class(args) is Simulator else 10_000
     with torch.random.fork_rng():
         for first in range(0, num_trials, at_once):
-            tasks = make_tasks(args, min(num_trials - first, at_once), agent.value_std.device)
+            recording = {"video_dir": video_dir} if video_dir and not first else {}
+            num, device = min(num_trials - first, at_once), agent.value_std.device
+            tasks = make_tasks(args, num, device, **recording)
             restart(tasks, args.seed, EVALUATION + when, first)
             rewards, done, error = [], [], []
             for *_, reward, end, _ in play(tasks, agent, greedy):
@@ -910,12 +934,13 @@ REFERENCES = {
 }
 
 
-def report_meta_test(agent):
+def report_meta_test(agent, run_dir):
     """Meta-test with greedy and with sampled actions, and print both. Returns summary.json's numbers."""
     args, summary = agent.args, {}
     num_trials = args.test_trials or task_class(args).TEST_TRIALS
     for greedy, name, key in ((True, "eval", "trial_return_greedy"), (False, "eval_sampled", "trial_return")):
-        episodes, errors = meta_test(agent, greedy, num_trials)
+        video_dir = str(run_dir / "videos") if args.capture_video and greedy else None
+        episodes, errors = meta_test(agent, greedy, num_trials, video_dir=video_dir)
         x, n = episodes.sum(0), args.episodes_per_trial
         rows = np.vstack([x, episodes])
         se = rows.std(1, ddof=1) / math.sqrt(num_trials) if num_trials > 1 else np.full(n + 1, np.nan)
@@ -1087,6 +1112,8 @@ def join_processes(device):
 
 def build(args, checkpoint, device):
     """Tasks, agent and optimiser state, new or as the checkpoint has them."""
+    if args.stop_goal is not None and not args.test_every:
+        raise UsageError(f"--stop-goal {args.stop_goal:g} is compared with meta-tests: give --test-every")
     tasks = make_tasks(args, args.num_trials, device)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(tasks, args).to(device)
@@ -1241,7 +1268,7 @@ def finish(agent, run_dir, at, log, num_iterations):
     summary = {"env_id": agent.args.env_id, "seed": agent.args.seed, "global_step": at.global_step,
                "seconds": at.seconds, "sps": float(np.median(speeds))}
     log.bar.close()
-    summary |= report_meta_test(agent)
+    summary |= report_meta_test(agent, run_dir)
     log.close(summary)
     print(f"  folder {run_dir}\n  again: python {sys.argv[0]} --evaluate {run_dir}")
     return summary
@@ -1249,14 +1276,14 @@ def finish(agent, run_dir, at, log, num_iterations):
 
 def evaluate_run(args, checkpoint):
     _, agent, _ = build(args, checkpoint, set_up_torch(args))
-    report_meta_test(agent)
+    report_meta_test(agent, Path(args.evaluate))
 
 
 # What may be given again with --resume and --evaluate.
 FREE = {"resume", "evaluate", "total_timesteps", "test_trials", "stop_goal", "device", "torch_threads",
-        "track", "wandb_project_name", "wandb_entity"}
+        "track", "wandb_project_name", "wandb_entity", "capture_video"}
 # Flags that need a package beyond the script's own.
-OPTIONAL = {"track": "wandb"}
+OPTIONAL = {"track": "wandb", "capture_video": "moviepy"}
 
 
 def main():

@@ -372,8 +372,15 @@ def test_a_task_sampler_of_ones_own(tmp_path):
     (tmp_path / "heavy.py").write_text("def sample(env, rng):\n    env.g = rng.uniform(5, 15)\n")
     flags = """--env-id Pendulum-v1 --task-sampler heavy:sample --num-trials 4 --rnn-hidden 16 --test-trials 4
                --episodes-per-trial 2 --episode-length 30 --total-timesteps 480"""
-    printed = run(tmp_path, flags).stdout
+    printed = run(tmp_path, f"{flags} --run-dir run").stdout
     assert "trials in new tasks" in printed and "Pendulum-v1" in printed
+    moviepy = pytest.importorskip("moviepy")
+    assert run(tmp_path, "--evaluate run --capture-video").stdout in printed
+    videos = sorted((tmp_path / "run" / "videos").glob("*.mp4"))
+    assert [path.stem.split("-")[-1] for path in videos] == ["0", "1"]
+    for path in videos:
+        with moviepy.VideoFileClip(str(path)) as clip:
+            assert clip.duration * clip.fps == pytest.approx(31, abs=1.1)
 
 
 def test_two_processes_train_the_same_weights(tmp_path):
@@ -400,6 +407,7 @@ def odd_space(name):
     ("--env-id CartPole-v1 --task-sampler math:pi", "--task-sampler math:pi is no function"),
     ("--task-sampler math:sqrt", "--task-sampler: Bandit has tasks of its own"),
     ("--stop-goal 5", "--stop-goal 5 is compared with meta-tests: give --test-every"),
+    ("--capture-video", "--capture-video: Bandit has no pictures"),
     ("--norm-obs", "--norm-obs: Bandit observes no numbers to normalise"),
     ("--num-trials 8 --num-minibatches 8 --episodes-per-trial 1", "minibatches of one step"),
     ("--env-id Words-v0 --task-sampler math:sqrt", "is not a vector"),
