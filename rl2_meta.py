@@ -156,8 +156,7 @@ class Args:
     norm_value: bool = True
     """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
     expected_reward: bool = True
-    """advantages without luck, where the task tells it: from an action's expected reward, not the drawn one,
-    and in a TabularMDP without what the next state is worth beyond its mean; no bias, less variance"""
+    """advantages from an action's expected reward, where the task tells it; the agent sees the drawn one"""
     privileged_critic: bool = True
     """the value function, which only training needs, sees the steps left and a hint of the task: the goal, or
     what an optimal and a random player would still collect"""
@@ -288,12 +287,12 @@ class TabularMDP:
     def reset(self):
         n, device = len(self.trial), self.trial.device
         weights = torch.empty(n, self.STATES, self.ACTIONS, self.STATES, device=device).exponential_()
-        self.transitions = weights / weights.sum(-1, keepdim=True)
-        self.edges = self.transitions.cumsum(-1)
+        transitions = weights / weights.sum(-1, keepdim=True)
+        self.edges = transitions.cumsum(-1)
         self.means = 1 + torch.randn(n, self.STATES, self.ACTIONS, device=device)
         values = [torch.zeros(n, self.STATES, 2, device=device)]
         for _ in range(self.HORIZON):  # value iteration for the optimal and for the random player
-            q = self.means.unsqueeze(-1) + torch.einsum("nsax,nxp->nsap", self.transitions, values[-1])
+            q = self.means.unsqueeze(-1) + torch.einsum("nsax,nxp->nsap", transitions, values[-1])
             values.append(torch.stack([q[..., 0].amax(2), q[..., 1].mean(2)], -1))
         self.values = torch.stack(values[::-1])  # (HORIZON + 1, N, STATES, 2)
         self.state, self.t = torch.zeros_like(self.trial), 0
@@ -317,12 +316,10 @@ class TabularMDP:
         draw = torch.rand_like(expected).unsqueeze(1)
         self.state = (draw > self.edges[where]).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
         self.t += 1
-        later = self.values[(self.t - 1) % self.HORIZON + 1, ..., 0]  # (N, STATES), of an optimal player
-        luck = later[self.trial, self.state] - (self.transitions[where] * later).sum(1)
         done = self.t % self.HORIZON == 0
         if done:
             self.state = torch.zeros_like(self.state)
-        return *self.observe(), reward, torch.full_like(reward, done), expected - luck
+        return *self.observe(), reward, torch.full_like(reward, done), expected
 
 
 class Runner(gym.Wrapper):

@@ -82,7 +82,7 @@ def test_a_random_policy_collects_ten_an_episode_of_an_mdp():
     tasks = rl2.TabularMDP(small_args(), 4000, CPU)
     obs, _, reward, done, expected = random_play(tasks, 4000, 30, 5)
     assert reward.sum(0).mean().item() == pytest.approx(30, abs=0.6)
-    assert (reward - expected).mean().item() == pytest.approx(0, abs=0.03)
+    assert (reward - expected).std().item() == pytest.approx(1, abs=0.02)
     assert done[:, 0].nonzero().flatten().tolist() == [9, 19, 29]
     state = obs[..., :10]
     assert (state.sum(-1) == 1).all() and (state[9::10, :, 0] == 1).all()  # the next episode's first state
@@ -100,20 +100,6 @@ def test_transitions_and_rewards_of_an_mdp():
         rewards.append(reward.item())
     torch.testing.assert_close(counts / 4000, transitions[3, 2], atol=0.04, rtol=0)
     assert np.mean(rewards) == pytest.approx(tasks.means[0, 3, 2].item(), abs=0.07)
-
-
-def test_expected_reward_of_an_mdp_has_no_luck():
-    """With what an optimal player still gets it is always q(s, a), whatever the next state."""
-    tasks = rl2.TabularMDP(small_args(episodes_per_trial=1), 500, CPU)
-    tasks.reset()
-    for t in range(10):
-        state, action = tasks.state, torch.randint(5, (500, 1))
-        *_, expected = tasks.step(action)
-        chosen = torch.arange(500), state, action[:, 0]
-        later = tasks.values[t + 1, ..., 0]
-        q = tasks.means[chosen] + (tasks.transitions[chosen] * later).sum(1)
-        torch.testing.assert_close(expected + later[torch.arange(500), tasks.state], q)
-    torch.testing.assert_close(expected, tasks.means[chosen])  # after the last step nothing follows
 
 
 @pytest.mark.parametrize(("env_id", "direction"), [("HalfCheetahDir", True), ("HalfCheetahVel", False)])
