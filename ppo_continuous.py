@@ -1104,7 +1104,7 @@ def train(args, checkpoint=None):
     at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
                          live={name: getattr(args, name) for name in LIVE})
     if checkpoint:
-        at = SimpleNamespace(**checkpoint["at"])
+        at = SimpleNamespace(**vars(at) | checkpoint["at"])
     num_iterations = count_iterations(args, at, batch_size)
     run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
