@@ -113,8 +113,8 @@ class Args:
     """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
 
     # Algorithm
-    learning_rate: float = 3e-3
-    """Adam's step size; usable from 1e-5 to 3e-3"""
+    learning_rate: float = 1e-2
+    """Adam's step size; usable from 1e-5 to 3e-2: little for simulators, much for small rollouts of an MDP"""
     anneal_lr: bool = True
     """learning rate falls linearly to 0 at total_timesteps [D4]"""
     adam_eps: float = 1e-5

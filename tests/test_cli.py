@@ -480,8 +480,9 @@ def test_requirements_hold_the_script_block(script):
 
 
 # In every script the same room of other furniture.
-ROOMS = {"Agent", "build", "collect", "doc of env_id", "evaluate", "evaluate_run", "finish", "next_values",
-         "print_header", "reset_stream", "restart", "train", "train_step"}
+ROOMS = {"Agent", "build", "collect", "doc of capture_video", "doc of env_id", "doc of learning_rate",
+         "evaluate", "evaluate_run", "finish", "next_values", "print_header", "reset_stream", "restart",
+         "train", "train_step"}
 
 
 def definitions(source):
