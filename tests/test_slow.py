@@ -1,0 +1,23 @@
+"""Trainings to a published score, not in CI: a minute or two each on one core, but hours of Pong."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "number", "least"), [
+    ("ppo_continuous.py --env-id Pendulum-v1 --total-timesteps 200000", "eval_mean", -200),
+    ("muesli_cartpole.py", "eval_mean", 475),
+    ("rl2_meta.py --env-id Bandit --num-arms 5 --episodes-per-trial 10", "trial_return_greedy_mean", 6.62),
+    ("ppo_atari.py --env-id Pong --total-timesteps 4500000", "eval_mean", 19),
+])  # fmt: skip
+def test_reaches_the_score(command, number, least, tmp_path):
+    script, *flags = command.split()
+    subprocess.run([sys.executable, ROOT / script, *flags, "--run-dir", "run"], cwd=tmp_path, check=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())[number] >= least
