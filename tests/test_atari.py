@@ -17,7 +17,7 @@ import pytest
 import torch
 from conftest import hyper_of
 from test_cli import train_in_two_processes, unboxed
-from test_resume import check_same, finish, read_metrics
+from test_resume import check_resume_only_evaluates, check_same, finish, read_metrics
 
 import ppo_atari as atari
 
@@ -742,12 +742,8 @@ def test_evaluate_repeats_the_evaluation_and_records_it(breakout, monkeypatch, c
 
 
 def test_killed_while_it_was_evaluated(breakout, tmp_path, monkeypatch):
-    shutil.copytree(breakout[0], tmp_path / "run")
-    summary = tmp_path / "run" / "summary.json"
-    before = summary.read_text()
-    summary.unlink()
-    main("--resume run", tmp_path, monkeypatch)
-    assert summary.read_text() == before
+    resume = partial(main, folder=tmp_path, monkeypatch=monkeypatch)
+    check_resume_only_evaluates(breakout[0], tmp_path, resume)
 
 
 @pytest.mark.skipif(not atari.can_compile(atari.Args(), torch.device("cpu")), reason="no C++ compiler")

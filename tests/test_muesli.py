@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 from probes import Chain, Forever, Probe
 from test_cli import read_metrics, unboxed
-from test_resume import check_same, kill_at_first_checkpoint
+from test_resume import check_resume_only_evaluates, check_same, kill_at_first_checkpoint
 
 import muesli_cartpole as muesli
 
@@ -577,12 +578,7 @@ def test_a_low_bar_is_reached_and_said(tmp_path):
 
 
 def test_killed_while_it_was_evaluated(cartpole, tmp_path):
-    shutil.copytree(cartpole[0], tmp_path / "run")
-    summary = tmp_path / "run" / "summary.json"
-    before = summary.read_text()
-    summary.unlink()
-    run(tmp_path, "--resume run")
-    assert summary.read_text() == before
+    check_resume_only_evaluates(cartpole[0], tmp_path, partial(run, tmp_path))
 
 
 def test_killed_and_resumed_is_the_same(cartpole, tmp_path):

@@ -460,6 +460,9 @@ def test_bad_values_get_one_sentence(flags):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+EXACT = ("UCB1", "Gittins index", "Bayes optimum")  # of ten pulls
+
+
 def test_what_rl2_meta_prints_is_in_the_table():
     """Of a learner with several settings the best; and of ten pulls what can be computed."""
     with open(SCRIPT.parent / "results" / "references.csv", newline="") as file:
@@ -468,10 +471,12 @@ def test_what_rl2_meta_prints_is_in_the_table():
     for (_, episodes, arms), scores in rl2.REFERENCES.items():
         about = {"task": "bandit" if arms else "mdp", "episodes": str(episodes), "num_arms": str(arms or "")}
         for name, score in scores.items():
+            if episodes == 10 and name in EXACT:
+                continue
             learner = names.get(name, name if name == "task known" else name.lower())
             found = [float(row["score"]) for row in rows
                      if row["learner"] == learner and about.items() <= row.items()]
-            assert score == pytest.approx(max(found), abs=0.06 if not arms or episodes > 10 else 0.008), name
+            assert score == pytest.approx(max(found), abs=0.06 if not arms or episodes > 10 else 0.0011), name
     for arms in (5, 10):
         exact = {"UCB1": exact_score(partial(ref.ucb1, c=0.1), arms, 10),
                  "Gittins index": exact_score(partial(ref.gittins, table=ref.gittins_table(10)), arms, 10),

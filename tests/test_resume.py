@@ -95,6 +95,16 @@ def check_same(run_dir, expected, parts=("agent", "opt")):
     assert rows[0] == rows[1] and rows[0]
 
 
+def check_resume_only_evaluates(finished, folder, run):
+    """A run killed after its last step has all but its summary, which `run` with the flags then writes."""
+    shutil.copytree(finished, folder / "run")
+    summary = folder / "run" / "summary.json"
+    before = summary.read_text()
+    summary.unlink()
+    run("--resume run")
+    assert summary.read_text() == before
+
+
 def train_killed(folder, flags, kills, longest):
     """Train to the end, but be killed `kills` times, each at most `longest` seconds after a new checkpoint.
 

@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import gymnasium as gym
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from test_cli import read_metrics, train_in_two_processes, unboxed
-from test_resume import check_same, kill_at_first_checkpoint
+from test_resume import check_resume_only_evaluates, check_same, kill_at_first_checkpoint
 
 import rl2_meta as rl2
 
@@ -335,12 +336,7 @@ def test_evaluate_repeats_the_meta_test(bandit):
 
 
 def test_killed_while_it_was_tested(bandit, tmp_path):
-    shutil.copytree(bandit[0], tmp_path / "run")
-    summary = tmp_path / "run" / "summary.json"
-    before = summary.read_text()
-    summary.unlink()
-    run(tmp_path, "--resume run")
-    assert summary.read_text() == before
+    check_resume_only_evaluates(bandit[0], tmp_path, partial(run, tmp_path))
 
 
 def test_killed_and_resumed_is_the_same(bandit, tmp_path):
