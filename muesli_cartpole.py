@@ -909,15 +909,14 @@ def train(args, checkpoint=None):
     if done and is_evaluated(args):
         raise UsageError(f"the run has ended after {at.global_step} steps: give more --total-timesteps"
                          + (", and --no-stop-early, as it is solved" if solved_early else ""))
-    run_dir = choose_run_dir(args)
+    iterations = args.total_timesteps // (args.num_envs * args.train_frequency)
+    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, iterations // 20)
     envs, agent, opt, replay = build(args, checkpoint, device)
     learn, compiled = train_step, can_compile(args, device)
     if compiled:
         learn = torch.compile(learn, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     log = RunLog(run_dir, args, at.rows)
     print_header(args, envs, run_dir, device, compiled)
-    iterations = args.total_timesteps // (args.num_envs * args.train_frequency)
-    save_every = args.checkpoint_every or max(1, iterations // 20)
     stream, sums = restart(envs, agent, at.iteration), torch.zeros(len(METRICS) + 1, device=device)
     signals, handlers = catch_signals()
     while not done:
@@ -935,8 +934,7 @@ def train(args, checkpoint=None):
             at.evaluations.append((at.global_step, float(returns.mean())))
             tqdm.write(f"{at.global_step} steps: {len(returns)} greedy episodes return {returns.mean():.1f}")
             solved = solved_at(at.evaluations, args.stop_return)
-        done = (bool(signals) or at.global_step >= args.total_timesteps
-                or (args.stop_early and solved is not None))
+        done = signals or at.global_step >= args.total_timesteps or (args.stop_early and solved is not None)
         save = done or at.iteration % save_every == 0
         if save or crossed(1000, before, at.global_step):
             clock = log_interval(log, at, sums, float(learning_rate), clock, save)
