@@ -112,7 +112,7 @@ class Args:
     frame_stack: int = 4
     """frames that the network sees at once, the newest last [D20]"""
     sticky_actions: float | None = None
-    """probability that a frame repeats the action before; None: 0.25 for ALE/...-v5 names, else 0"""
+    """probability that a frame repeats the action before; None: 0.25 for ALE/...-v5 and -v0 names, else 0"""
     full_actions: bool = False
     """all 18 actions of the console; off: those that the game knows"""
     max_frames: int = 108_000

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import tyro
 from matplotlib.figure import Figure
-from scores import read_run
+from scores import over_seeds, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = {
@@ -98,8 +98,7 @@ def show(rows):
             learned, last = ([float(row[key]) for row in runs] for key in ("learned", "last_evaluation"))
             each = ", ".join(f"{value:.0f}" for value in learned)
             solved = ", ".join(str(row["solved_at"] or "-") for row in runs)
-            mean = f"{np.mean(learned):.0f} ± {np.std(learned):.0f}"
-            print(f"| {name} | {mean} | {each} | {np.mean(last):.0f} | {solved} |")
+            print(f"| {name} | {over_seeds(learned)} | {each} | {np.mean(last):.0f} | {solved} |")
 
 
 def draw(rows, path):

@@ -63,6 +63,11 @@ def read_run(folder):
     return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
 
 
+def over_seeds(values):
+    """Mean ± sample deviation; nothing is known of it from a single seed."""
+    return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
+
+
 def print_table(rows):
     """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's.
 
@@ -74,14 +79,13 @@ def print_table(rows):
     print("|---|---|---|---|---|---|---|")
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
-        evals = np.array([float(run["eval_mean"]) for run in runs])
-        sampled = np.array([float(run["eval_sampled_mean"]) for run in runs])
+        evals, sampled = ([float(run[key]) for run in runs] for key in ("eval_mean", "eval_sampled_mean"))
         each = ", ".join(f"{value:.0f}" for value in evals)
         if not steps:
             solved = [int(run["solved_at"]) for run in runs]
             steps = f"solved at {np.median(solved):.0f} (median), {max(solved)} (last)"
-        print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} | {evals.mean():.0f} ± {evals.std():.0f} "
-              f"| {sampled.mean():.0f} ± {sampled.std():.0f} | {each} |")
+        print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} "
+              f"| {over_seeds(evals)} | {over_seeds(sampled)} | {each} |")
 
 
 def main():

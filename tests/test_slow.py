@@ -1,4 +1,4 @@
-"""Trainings to a published score, not in CI: a minute or two each on one core, Breakout an hour or two."""
+"""Trainings to a least score, not in CI: a minute or two each on one core, Breakout an hour or two."""
 
 import json
 import subprocess
