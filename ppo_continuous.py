@@ -1085,7 +1085,7 @@ def is_evaluated(args):
 
 
 def count_iterations(args, at, batch_size):
-    """Iterations of the whole run, those that are done included; at least one is left."""
+    """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
     left = (args.total_timesteps - at.global_step) // batch_size
     if left <= 0 and is_evaluated(args):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "

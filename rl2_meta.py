@@ -27,6 +27,7 @@ import atexit
 import difflib
 import functools
 import importlib
+import inspect
 import json
 import math
 import os
@@ -93,7 +94,7 @@ class Args:
     """k, arms of a Bandit"""
     episodes_per_trial: int = 10
     """n, episodes in one task; an episode of a Bandit is one pull. Where episodes can end early a trial holds
-    more, as it always has n * episode_length steps, but only the first n are scored"""
+    more, as it always has n * episode_length steps, but only the first n count, in training too"""
     episode_length: int = 200
     """steps of an episode in a simulator; a TabularMDP has 10"""
     task_sampler: str | None = None
@@ -214,15 +215,19 @@ class Args:
             zero = ("seed", "checkpoint_every", "num_trials", "test_trials", "test_every")
             if type(getattr(Args, name)) is int and name not in zero:
                 low = 1
-            signed = name in ("log_std_init", "stop_goal")
-            if isinstance(value, (int, float)) and not signed and not low <= value <= high:
+            if name in ("log_std_init", "stop_goal"):
+                low = -high
+            if isinstance(value, (int, float)) and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
+        if self.resume or self.evaluate:
+            return  # the run's own flags fit each other, and are not read yet
         if self.num_trials % self.num_minibatches:
             raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the "
                              f"{self.num_trials} trials of a rollout: give a divisor")
-        alone = self.num_trials * self.trial_length == self.num_minibatches
-        if alone and self.norm_adv and self.norm_adv_scope == "minibatch":
-            raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
+        steps = self.num_trials * self.trial_length
+        alone = steps == self.num_minibatches and self.norm_adv and self.norm_adv_scope == "minibatch"
+        if steps == 1 or alone:
+            raise UsageError("one step has no deviation: give fewer --num-minibatches or more --num-trials")
         if self.norm_obs and task_class(self) is not Simulator:
             raise UsageError(f"--norm-obs: {self.env_id} observes no numbers to normalise: leave it out")
         if self.task_sampler and self.env_id in FAMILIES:
@@ -383,14 +388,18 @@ class Simulator:
         if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
             os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import, which is here
         thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_trials)]
+        module, _, name = env_id.rpartition(":")
         try:
-            if "mujoco" in str(gym.spec(env_id).entry_point):  # its warnings once, not num_trials times
+            if module:
+                importlib.import_module(module)
+            if "mujoco" in str(gym.spec(name).entry_point):  # its warnings once, not num_trials times
                 import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
             self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
         except (gym.error.Error, ImportError, NotImplementedError) as error:
-            close = difflib.get_close_matches(env_id, [*FAMILIES, *gym.registry], cutoff=0.5)
-            raise UsageError(f"cannot make --env-id {env_id}: {str(error).splitlines()[0]}"
-                             + (f"; close names: {', '.join(close)}" if close else "")) from error
+            names = [] if name in gym.registry else [*FAMILIES, *gym.registry]
+            close = difflib.get_close_matches(name, names, cutoff=0.5)
+            mend = f"; close names: {', '.join(close)}" if close else ""
+            raise UsageError(f"cannot make --env-id {env_id}: {str(error).splitlines()[0]}{mend}") from error
         self.action_space, space = self.envs.single_action_space, self.envs.single_observation_space
         if not isinstance(space, gym.spaces.Box):
             raise UsageError(f"--env-id {env_id}: {space} is not a vector")
@@ -437,10 +446,10 @@ def load_sampler(args):
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UsageError(f"--task-sampler {args.task_sampler}: {error}; give module:function") from error
-    if not callable(function):
-        raise UsageError(f"--task-sampler {args.task_sampler} is no function: give module:function")
+        inspect.signature(function).bind(None, None)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UsageError(f"--task-sampler {args.task_sampler}: {error}; give module:function, which takes "
+                         "an environment and a numpy generator") from error
     return function
 
 
@@ -795,13 +804,18 @@ def play(tasks, agent, greedy=False):
         yield inputs, action, logprob[0], seen, reward, done, expected
 
 
-def episode_returns(rewards, done, num_episodes):
-    """Return of each of the first n episodes of a trial (n, N) from rewards and episode ends (T, N).
+def episode_of(done, num_episodes):
+    """Index of each step's episode in its trial (T, N) from episode ends (T, N).
 
-    Where episodes can end early a trial's T steps hold more of them."""
+    Where episodes can end early a trial's T steps hold more than n: index n is all that follow."""
     done = done.long()
-    index = (done.cumsum(0) - done).clamp(max=num_episodes)
-    return rewards.new_zeros(num_episodes + 1, rewards.shape[1]).scatter_add_(0, index, rewards)[:-1]
+    return (done.cumsum(0) - done).clamp(max=num_episodes)
+
+
+def episode_returns(rewards, done, num_episodes):
+    """Return of each of the first n episodes of a trial (n, N) from rewards and episode ends (T, N)."""
+    sums = rewards.new_zeros(num_episodes + 1, rewards.shape[1])
+    return sums.scatter_add_(0, episode_of(done, num_episodes), rewards)[:-1]
 
 
 def collect(tasks, agent):
@@ -813,10 +827,11 @@ def collect(tasks, agent):
     state = torch.zeros(rewards.shape[1], agent.state_size, device=rewards.device)
     zeros, last = torch.zeros_like(rewards), torch.zeros_like(rewards)
     last[-1] = 1  # a trial's end is the only one: value flows over the episodes' ends
+    counted = episode_of(done, agent.args.episodes_per_trial) < agent.args.episodes_per_trial
     with torch.no_grad():
         values = agent.get_value(inputs, state, zeros)
     rollout = {"obs": inputs, "actions": actions, "logprobs": logprobs, "values": values, "starts": zeros,
-               "rewards": expected if agent.args.expected_reward else rewards,
+               "rewards": (expected if agent.args.expected_reward else rewards) * counted,
                "terminated": last, "done": last,
                "states": state.unsqueeze(0)}
     return rollout, obs, episode_returns(rewards, done, agent.args.episodes_per_trial)
@@ -893,17 +908,18 @@ def restart(tasks, seed, rank, iteration):
 
 
 def meta_test(agent, greedy, num_trials, when=0, video_dir=None):
-    """Returns of the episodes (n, num_trials) in tasks that training has not drawn, statistics frozen.
+    """Returns of the episodes (n, num_trials) in freshly drawn tasks, statistics frozen.
 
     Beside them, where the goal is a speed, its error in each step of the last episode, else None. The first
     trial may be recorded."""
     args, returns, errors = agent.args, [], []
     at_speed = args.env_id in RUNNERS and RUNNERS[args.env_id][1]
     at_once = 200 if task_class(args) is Simulator else 10_000
-    with torch.random.fork_rng():
+    device = agent.value_std.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for first in range(0, num_trials, at_once):
             recording = {"video_dir": video_dir} if video_dir and not first else {}
-            num, device = min(num_trials - first, at_once), agent.value_std.device
+            num = min(num_trials - first, at_once)
             tasks = make_tasks(args, num, device, **recording)
             restart(tasks, args.seed, EVALUATION + when, first)
             rewards, done, error = [], [], []
@@ -925,7 +941,7 @@ REFERENCES = {
                         "Bayes optimum": 6.660},
     ("Bandit", 10, 10): {"random": 5.0, "Thompson sampling": 5.579, "UCB1": 6.711, "Gittins index": 6.714,
                          "Bayes optimum": 6.714},
-    ("Bandit", 100, 5): {"random": 50.0, "Thompson sampling": 75.05, "UCB1": 78.32, "Gittins index": 78.63},
+    ("Bandit", 100, 5): {"random": 50.0, "Thompson sampling": 75.05, "UCB1": 78.31, "Gittins index": 78.63},
     ("Bandit", 100, 10): {"random": 50.0, "Thompson sampling": 77.07, "UCB1": 83.30, "Gittins index": 83.80},
     ("TabularMDP", 10, None): {"random": 100.0, "PSRL": 138.2, "UCRL2": 147.1, "BUCB-VI": 156.4,
                                "task known": 218.3},
@@ -1112,6 +1128,8 @@ def build(args, checkpoint, device):
     """Tasks, agent and optimiser state, new or as the checkpoint has them."""
     if args.stop_goal is not None and not args.test_every:
         raise UsageError(f"--stop-goal {args.stop_goal:g} is compared with meta-tests: give --test-every")
+    if args.resume and is_evaluated(args) and reached(checkpoint["at"]["tests"], args):
+        raise UsageError(f"the run has reached --stop-goal {args.stop_goal:g}: give a higher one, or None")
     tasks = make_tasks(args, args.num_trials, device)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(tasks, args).to(device)
@@ -1187,7 +1205,7 @@ def is_evaluated(args):
 
 
 def count_iterations(args, at, batch_size):
-    """Iterations of the whole run, those that are done included; at least one is left."""
+    """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
     left = (args.total_timesteps - at.global_step) // batch_size
     if left <= 0 and is_evaluated(args):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
@@ -1216,7 +1234,9 @@ def train(args, checkpoint=None):
     restart(tasks, args.seed, rank, at.iteration)
     stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
     if args.norm_obs and not checkpoint:
-        agent.obs_rms.update(collect(tasks, agent)[1])
+        obs = collect(tasks, agent)[1]
+        check_finite(0, observations=obs.cpu().numpy())
+        agent.obs_rms.update(obs)
     (signals, handlers), live_seen, stop = catch_signals(), None, reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None

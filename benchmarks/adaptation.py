@@ -62,7 +62,7 @@ def read(path, *needed):
         raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if not rows:
         raise UsageError(f"{path} has no rows: give a table that --csv has written")
-    missing = [name for name in needed if any(row.get(name) is None for row in rows)]
+    missing = [name for name in needed if any(not row.get(name) for row in rows)]
     if missing:
         raise UsageError(f"{path} has a row without {missing[0]}: it is cut, or a table of something else")
     return rows
@@ -161,7 +161,7 @@ def main():
     try:
         args = tyro.cli(Args, description=__doc__)
         settings = group(read(args.runs, "trial_return_mean", "episode_returns", "command"))
-        references = read(args.references, "learner", "score", "episode_returns")
+        references = read(args.references, "task", "learner", "score")
         heading, *lines = table(settings, references)
         for line in (heading, ["---"] * len(heading), *lines):
             print(f"| {' | '.join(line)} |")

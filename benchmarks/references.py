@@ -294,7 +294,7 @@ def opsrl(seen, rng, horizon, mu0=0.0, samples=5):
 def beb(seen, rng, horizon, mu0=0.0, scaling=1e-3):
     """Mean MDP with bonuses that fall with the counts (Kolter and Ng 2009), as TabulaRL has them.
 
-    Theirs is beta / (1 + sum of alpha) with beta = 2 H^2; here `scaling` is a factor to that."""
+    Theirs is beta H / (1 + sum of alpha) for each step that is left, beta = 2 H^2 times `scaling`."""
     mean, precision, alpha = posterior(seen, mu0)
     left = np.arange(horizon - 1, -1, -1)[:, None, None, None]
     bonus = scaling * 2 * horizon**3 / (1 + alpha.sum(-1)) * left

@@ -71,10 +71,13 @@ def over_seeds(values):
 def print_table(rows):
     """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's.
 
-    Runs that stop once they are solved end after different numbers of steps: their median and greatest."""
+    Runs that stop once they are solved end after different numbers of steps: their median and greatest.
+    RL^2's are left to adaptation.py, whose settings are more than a name."""
     groups = defaultdict(list)
     for row in rows:
-        groups[row["env_id"], row["exp_name"], "" if row.get("solved_at") else row["global_step"]].append(row)
+        if not row.get("trial_return_mean"):
+            steps = "" if row.get("solved_at") else row["global_step"]
+            groups[row["env_id"], row["exp_name"], steps].append(row)
     print("| environment | setting | steps | seeds | deterministic | sampled | each seed |")
     print("|---|---|---|---|---|---|---|")
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):

@@ -106,7 +106,10 @@ def test_figure_and_console(tmp_path):
     assert not colourful[-half // 2:].any() and (pixels[-half // 2:] < 0.5).mean() > 1e-3
 
 
-@pytest.mark.parametrize("content", [None, "", "env_id,seed\n", "task,score\nbandit,1\n"])
+PPO = "trial_return_mean,episode_returns,command\n,,python ppo_continuous.py\n"
+
+
+@pytest.mark.parametrize("content", [None, "", "env_id,seed\n", "task,score\nbandit,1\n", PPO])
 @pytest.mark.parametrize("wrong", ["runs", "references"])
 def test_bad_tables_get_one_sentence(tmp_path, content, wrong):
     paths = {"runs": write(tmp_path / "runs", RUNS), "references": write(tmp_path / "references", REFERENCES)}

@@ -474,9 +474,10 @@ def test_what_rl2_meta_prints_is_in_the_table():
             if episodes == 10 and name in EXACT:
                 continue
             learner = names.get(name, name if name == "task known" else name.lower())
-            found = [float(row["score"]) for row in rows
-                     if row["learner"] == learner and about.items() <= row.items()]
-            assert score == pytest.approx(max(found), abs=0.06 if not arms or episodes > 10 else 0.0011), name
+            found = [float(row["score"]) for row in rows if row["replan"] != "step"
+                     and row["learner"] == learner and about.items() <= row.items()]
+            close = 0.06 if not arms or name == "random" else 0.006
+            assert score == pytest.approx(max(found), abs=close), name
     for arms in (5, 10):
         exact = {"UCB1": exact_score(partial(ref.ucb1, c=0.1), arms, 10),
                  "Gittins index": exact_score(partial(ref.gittins, table=ref.gittins_table(10)), arms, 10),

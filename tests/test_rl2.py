@@ -254,6 +254,14 @@ def test_returns_of_episodes():
     assert rl2.episode_returns(rewards, done, 2).tolist() == [[3, 1], [12, 2]]  # a third is not scored
 
 
+def test_what_follows_the_scored_episodes_is_not_learned():
+    """CartPole pays 1 a step: if all steps of a trial counted, all policies would earn the same."""
+    tasks, agent, _ = small_agent(env_id="CartPole-v1", task_sampler="operator:eq", num_trials=8,
+                                  episodes_per_trial=2, episode_length=40)
+    rollout, _, episodes = rl2.collect(tasks, agent)
+    assert torch.equal(rollout["rewards"].sum(0), episodes.sum(0)) and (episodes.sum(0) < 80).any()
+
+
 def test_errors_of_all_tasks_of_a_speed():
     """Also where they are tested in groups: 210 tasks are a group of 200 and one of 10."""
     flags = {"env_id": "HalfCheetahVel", "episodes_per_trial": 2, "episode_length": 3, "num_minibatches": 1}
@@ -348,14 +356,22 @@ def test_killed_and_resumed_is_the_same(bandit, tmp_path):
 def test_stops_at_its_goal(tmp_path):
     run(tmp_path, f"{SHORT} --test-every 2 --test-trials 5 --stop-goal 1 --stop-window 2 --run-dir run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 4 * 160
+    refused = run(tmp_path, "--resume run --total-timesteps 9600", code=2)
+    assert "has reached --stop-goal 1: give" in refused.stderr
+    run(tmp_path, "--resume run --stop-goal None --num-minibatches 4 --num-trials 16")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["global_step"] == 6400
 
 
 def test_a_task_sampler_of_ones_own(tmp_path):
-    (tmp_path / "heavy.py").write_text("def sample(env, rng):\n    env.g = rng.uniform(5, 15)\n")
-    flags = """--env-id Pendulum-v1 --task-sampler heavy:sample --num-trials 4 --rnn-hidden 16 --test-trials 4
-               --episodes-per-trial 2 --episode-length 30 --total-timesteps 480"""
+    (tmp_path / "heavy.py").write_text("""import gymnasium as gym
+gym.register("Heavy-v0", entry_point="gymnasium.envs.classic_control.pendulum:PendulumEnv")
+def sample(env, rng):
+    env.g = rng.uniform(5, 15)
+""")
+    flags = """--env-id heavy:Heavy-v0 --task-sampler heavy:sample --num-trials 4 --rnn-hidden 16
+               --test-trials 4 --episodes-per-trial 2 --episode-length 30 --total-timesteps 480"""
     printed = run(tmp_path, f"{flags} --run-dir run").stdout
-    assert "trials in new tasks" in printed and "Pendulum-v1" in printed
+    assert "trials in new tasks" in printed and "heavy:Heavy-v0" in printed
     moviepy = pytest.importorskip("moviepy")
     assert run(tmp_path, "--evaluate run --capture-video").stdout in printed
     videos = sorted((tmp_path / "run" / "videos").glob("*.mp4"))
@@ -383,17 +399,20 @@ def odd_space(name):
 
 @pytest.mark.parametrize(("flags", "words"), [
     ("--env-id Bandi", "is none of Bandit, TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir: give a"),
-    ("--env-id CartPol-v1 --task-sampler math:sqrt", "CartPole-v1"),
+    ("--env-id CartPol-v1 --task-sampler math:pow", "CartPole-v1"),
+    ("--env-id CartPole-v1 --task-sampler math:sqrt", "which takes an environment and a numpy generator"),
     ("--env-id CartPole-v1 --task-sampler nowhere:f", "--task-sampler nowhere:f"),
     ("--num-trials 10 --num-minibatches 4", "--num-minibatches 4 does not divide the 10 trials"),
-    ("--env-id CartPole-v1 --task-sampler math:pi", "--task-sampler math:pi is no function"),
+    ("--env-id CartPole-v1 --task-sampler math:pi", "--task-sampler math:pi: 3.14"),
     ("--task-sampler math:sqrt", "--task-sampler: Bandit has tasks of its own"),
     ("--stop-goal 5", "--stop-goal 5 is compared with meta-tests: give --test-every"),
     ("--capture-video", "--capture-video: Bandit has no pictures"),
     ("--norm-obs", "--norm-obs: Bandit observes no numbers to normalise"),
-    ("--num-trials 8 --num-minibatches 8 --episodes-per-trial 1", "minibatches of one step"),
-    ("--env-id Words-v0 --task-sampler math:sqrt", "is not a vector"),
-    ("--env-id Levels-v0 --task-sampler math:sqrt", "Box of real numbers and Discrete are"),
+    ("--num-trials 8 --num-minibatches 8 --episodes-per-trial 1", "one step has no deviation"),
+    ("--num-trials 1 --num-minibatches 1 --episodes-per-trial 1 --no-norm-adv", "one step has no deviation"),
+    ("--test-every 1 --stop-goal nan", "--stop-goal nan is out of range"),
+    ("--env-id Words-v0 --task-sampler math:pow", "is not a vector"),
+    ("--env-id Levels-v0 --task-sampler math:pow", "Box of real numbers and Discrete are"),
     ("--gamma 1.5", "--gamma 1.5 is out of range: give 0 to 1"),
     ("--num-arms 0", "--num-arms 0 is out of range: give 1"),
     ("--total-timesteps 100", "--total-timesteps 100 leaves no rollout of 10240 steps"),
