@@ -71,13 +71,14 @@ class Args:
     run_dir: str | None = None
     """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
     resume: str | None = None
-    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run,
+    whose annealed learning rate rises to that of the same step of a longer one"""
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     eval_episodes: int = 10
     """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
 
     # Environment
     env_id: str = "CartPole-v1"
@@ -1001,6 +1002,8 @@ def main():
             if getattr(args, flag):
                 import_or_explain(module, f"--{flag.replace('_', '-')}")
         evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except KeyboardInterrupt:  # before training or after it, when all is saved
+        sys.exit(130)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

@@ -76,13 +76,14 @@ class Args:
     run_dir: str | None = None
     """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
     resume: str | None = None
-    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run,
+    whose annealed learning rate rises to that of the same step of a longer one"""
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     eval_episodes: int = 10
     """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
 
     # Environment
     env_id: str = "Breakout"
@@ -187,7 +188,7 @@ class Args:
     compile: bool = True
     """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """of the convolutions; bf16 has 8 bits of precision and is several times faster where the processor has
+    """of the network below its heads; bf16 has 8 bits of precision and is faster where the processor has
     units for it; auto: bf16 there"""
     torch_threads: int = os.cpu_count() or 1
     """threads of PyTorch in each process; small networks get slower with more"""
@@ -367,9 +368,9 @@ class Agent(nn.Module):
     recurrent state before the first step (R = 0 without rnn); `starts` (L, S) is 1 where a step begins an
     episode. Channels come last, as the convolutions want them: no copy."""
 
-    def __init__(self, channels, num_actions, args, bf16=False):
+    def __init__(self, channels, num_actions, args):
         super().__init__()
-        self.args, self.num_actions, self.bf16 = args, num_actions, bf16
+        self.args, self.num_actions, self.bf16 = args, num_actions, args.precision == "bf16"
         self.reward_rms, self.value_rms = RunningMeanStd(()), RunningMeanStd(())
         self.register_buffer("value_std", torch.ones(()))
         count = 1 if args.share_network else 2  # [D21], [D13]
@@ -591,9 +592,9 @@ def reset_stream(envs, agent, seeds):
 
 def to_device(obs, device):
     """Pictures (N, C, H, W), with colours (N, C, H, W, 3), as bytes (1, N, H, W, channels) on the device."""
-    obs = torch.from_numpy(obs)
+    obs = torch.from_numpy(obs).to(device)  # a GPU turns them faster
     channels = obs.permute(0, 2, 3, 1) if obs.dim() == 4 else obs.permute(0, 2, 3, 1, 4).flatten(3)
-    return channels.contiguous().unsqueeze(0).to(device)
+    return channels.contiguous().unsqueeze(0)
 
 
 def fire_mask(stream):
@@ -943,7 +944,7 @@ def join_processes(device):
 
 
 def use_bf16(args, device):
-    """Whether the convolutions compute in bf16."""
+    """Whether the network computes in bf16, all but its heads."""
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)  # others emulate it
     else:
@@ -957,7 +958,8 @@ def build(args, checkpoint, num_envs, device):
     envs = make_games(args, num_envs, lives=args.episodic_life)
     torch.manual_seed(args.seed)  # the same weights in every process
     channels = args.frame_stack * (1 if args.grayscale else 3)
-    agent = Agent(channels, int(envs.single_action_space.n), args, use_bf16(args, device)).to(device)
+    args.precision = "bf16" if use_bf16(args, device) else "fp32"  # a resume elsewhere must not change it
+    agent = Agent(channels, int(envs.single_action_space.n), args).to(device)
     opt = flatten_parameters(agent)
     if checkpoint:
         try:
@@ -1061,7 +1063,7 @@ def is_evaluated(args):
 def count_iterations(args, at, batch_size):
     """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
     left = (args.total_timesteps - at.global_step) // batch_size
-    if left <= 0 and is_evaluated(args):
+    if args.total_timesteps < at.global_step or (left <= 0 and is_evaluated(args)):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
@@ -1080,7 +1082,8 @@ def train(args, checkpoint=None):
     if checkpoint:
         at = SimpleNamespace(**vars(at) | checkpoint["at"])
     num_iterations = count_iterations(args, at, batch_size)
-    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
+    save_every = max(1, num_iterations // 20, 10_000 // args.num_steps)  # more resets would cut most episodes
+    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or save_every
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
     act, step = compile_graphs(agent, train_step, device) if compiled else (agent, train_step)
@@ -1094,7 +1097,6 @@ def train(args, checkpoint=None):
         hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
         at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
         rollout, episodes = collect(envs, agent, act, stream)
-        check_finite(at.iteration, rewards=rollout["rewards"].cpu().numpy())
         losses = update(agent, opt, rollout, stream, hyper, step)
         check_finite(at.iteration, **losses)
         at.recent = (at.recent + episodes)[-100:]
@@ -1164,6 +1166,8 @@ def main():
             if getattr(args, flag):
                 import_or_explain(module, f"--{flag.replace('_', '-')}")
         evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except KeyboardInterrupt:  # before training or after it, when all is saved
+        sys.exit(130)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

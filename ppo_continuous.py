@@ -76,13 +76,14 @@ class Args:
     run_dir: str | None = None
     """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
     resume: str | None = None
-    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run,
+    whose annealed learning rate rises to that of the same step of a longer one"""
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     eval_episodes: int = 10
     """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
 
     # Environment
     env_id: str = "HalfCheetah-v5"
@@ -1087,7 +1088,7 @@ def is_evaluated(args):
 def count_iterations(args, at, batch_size):
     """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
     left = (args.total_timesteps - at.global_step) // batch_size
-    if left <= 0 and is_evaluated(args):
+    if args.total_timesteps < at.global_step or (left <= 0 and is_evaluated(args)):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
@@ -1106,7 +1107,8 @@ def train(args, checkpoint=None):
     if checkpoint:
         at = SimpleNamespace(**vars(at) | checkpoint["at"])
     num_iterations = count_iterations(args, at, batch_size)
-    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, num_iterations // 20)
+    save_every = max(1, num_iterations // 20, 1_000 // args.num_steps)  # more resets would cut most episodes
+    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or save_every
     envs, agent, opt = build(args, checkpoint, args.num_envs, device)
     compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
     act, step = compile_graphs(agent.act, train_step, device) if compiled else (agent.act, train_step)
@@ -1195,6 +1197,8 @@ def main():
             if getattr(args, flag):
                 import_or_explain(module, f"--{flag.replace('_', '-')}")
         evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except KeyboardInterrupt:  # before training or after it, when all is saved
+        sys.exit(130)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

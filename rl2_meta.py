@@ -73,11 +73,12 @@ class Args:
     run_dir: str | None = None
     """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
     resume: str | None = None
-    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run"""
+    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run,
+    whose annealed learning rate rises to that of the same step of a longer one"""
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each of which resets the environments (see restart); 0: 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
     test_trials: int = 0
     """trials of the meta-test at the end, in new tasks; 0: 100000, or 40 in a simulator"""
     test_every: int = 0
@@ -1207,7 +1208,7 @@ def is_evaluated(args):
 def count_iterations(args, at, batch_size):
     """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
     left = (args.total_timesteps - at.global_step) // batch_size
-    if left <= 0 and is_evaluated(args):
+    if args.total_timesteps < at.global_step or (left <= 0 and is_evaluated(args)):
         raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
                          f"after the {at.global_step} that are done: give a larger one")
     if at.batch_size != batch_size:
@@ -1219,8 +1220,7 @@ def count_iterations(args, at, batch_size):
 def train(args, checkpoint=None):
     """Train from the start or on from a checkpoint, then meta-test. Returns what summary.json holds."""
     clock, device = time.perf_counter(), set_up_torch(args)
-    rank = join_processes(device)
-    batch_size = args.num_trials * args.trial_length * world_size()
+    rank, batch_size = join_processes(device), args.num_trials * args.trial_length * world_size()
     at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
                          tests=[], live={name: getattr(args, name) for name in LIVE})
     if checkpoint:
@@ -1234,8 +1234,7 @@ def train(args, checkpoint=None):
     restart(tasks, args.seed, rank, at.iteration)
     stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
     if args.norm_obs and not checkpoint:
-        obs = collect(tasks, agent)[1]
-        check_finite(0, observations=obs.cpu().numpy())
+        check_finite(0, observations=(obs := collect(tasks, agent)[1]).cpu().numpy())
         agent.obs_rms.update(obs)
     (signals, handlers), live_seen, stop = catch_signals(), None, reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
@@ -1322,6 +1321,8 @@ def main():
             if getattr(args, flag):
                 import_or_explain(module, f"--{flag.replace('_', '-')}")
         evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
+    except KeyboardInterrupt:  # before training or after it, when all is saved
+        sys.exit(130)
     except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
