@@ -174,7 +174,8 @@ class Args:
     rnn_hidden: int = 64
     """units of the recurrent layer; its state starts from zeros [D33]"""
     chrono_init: bool = True
-    """recurrent units first remember for 1 to T steps, not for 1 or 2 (Tallec and Ollivier 2018)"""
+    """recurrent units first remember for 1 to T steps, not for 1 or 2 (Tallec and Ollivier 2018); off
+    where most that counts has just been seen, as in a simulator"""
     input_gain: float = 4.0
     """gain of ortho_init for the recurrent layer's inputs; 4 for one-hot ones, 1 for many numbers"""
     log_std_init: float = -1.0
