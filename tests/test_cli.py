@@ -3,6 +3,7 @@
 import ast
 import csv
 import difflib
+import importlib
 import json
 import math
 import os
@@ -353,6 +354,29 @@ def test_a_run_that_goes_on_has_no_summary(cartpole, tmp_path):
     log = ppo.RunLog(tmp_path / "run", ppo.Args(), load(tmp_path / "run")["at"]["rows"])
     log.close()
     assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_checkpoints_of_a_short_run_leave_its_episodes_whole(tmp_path, monkeypatch):
+    """Each checkpoint resets the environments: 20 of these 40 iterations would end no long episode."""
+    restart, restarts = ppo.restart, []
+    monkeypatch.setattr(ppo, "restart", lambda *args: restarts.append(args[-1]) or restart(*args))
+    monkeypatch.setattr(sys, "argv", ["ppo_continuous.py", *SHORT.split(), "--total-timesteps", "1280",
+                                      "--num-steps", "16", "--run-dir", str(tmp_path / "run")])
+    ppo.main()
+    assert restarts == [0, 40]
+
+
+def test_interrupted_in_its_evaluation(cartpole, tmp_path, monkeypatch):
+    """Ctrl-C there has nothing to save, and no traceback to show."""
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for module in map(importlib.import_module, [script.stem for script in SCRIPTS]):
+        monkeypatch.setattr(module, "load_checkpoint", interrupt)
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", "--evaluate", str(cartpole[0])])
+        with pytest.raises(SystemExit) as stop:
+            module.main()
+        assert stop.value.code == 130
 
 
 def test_compiled_run_agrees_with_eager(cartpole, tmp_path):

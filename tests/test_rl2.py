@@ -349,6 +349,7 @@ def test_killed_while_it_was_tested(bandit, tmp_path):
 
 def test_killed_and_resumed_is_the_same(bandit, tmp_path):
     kill_at_first_checkpoint(tmp_path, SHORT, SCRIPT)
+    assert "leaves no rollout of 160" in run(tmp_path, "--resume run --total-timesteps 320", code=2).stderr
     run(tmp_path, "--resume run")
     check_same(tmp_path / "run", bandit[0])
 
