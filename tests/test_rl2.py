@@ -121,6 +121,26 @@ def test_reward_of_a_runner(env_id, direction):
     assert set(goal) <= {-1, 1} if direction else len(set(goal)) == 3
 
 
+def test_reward_of_an_ant():
+    """That of Gymnasium's, of which only the speed forwards turns with the goal; an unhealthy one goes on."""
+    tasks = rl2.make_tasks(small_args(env_id="AntDir", episode_length=30), 6, CPU)
+    _, goal = tasks.reset()
+    plain = [gym.make("Ant-v5", terminate_when_unhealthy=False).unwrapped for _ in range(6)]
+    for env, runner in zip(plain, tasks.envs.envs, strict=True):
+        env.reset()
+        qpos, qvel = runner.unwrapped.data.qpos.copy(), runner.unwrapped.data.qvel.copy()
+        qpos[2] = 1.5  # too high to be healthy
+        for one in (env, runner.unwrapped):
+            one.set_state(qpos, qvel)
+    for action in np.random.default_rng(0).uniform(-1, 1, (29, 6, 8)):
+        *_, reward, done, _ = tasks.step(torch.as_tensor(action))
+        for env, to, one, got in zip(plain, goal[:, 0].tolist(), action, reward.tolist(), strict=True):
+            _, forwards, *_, info = env.step(one)
+            assert got == pytest.approx(forwards + (to - 1) * info["x_velocity"], abs=1e-4)
+        assert not done.any()
+    assert set(goal[:, 0].tolist()) == {-1, 1}
+
+
 def test_a_trial_goes_on_over_episodes_of_one_task():
     tasks = rl2.make_tasks(small_args(env_id="HalfCheetahVel", episode_length=5), 4, CPU)
     _, goal = tasks.reset()
