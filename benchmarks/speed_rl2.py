@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rl2_meta as rl2
 
-CHEETAH = """--rnn lstm --input-gain 1 --no-chrono-init --no-share-network --episodes-per-trial 2 --num-trials 8
-             --update-epochs 10 --norm-obs --learning-rate 1e-3 --gamma 0.99 --ent-coef 0"""
+CHEETAH = """--rnn lstm --input-gain 1 --no-chrono-init --no-share-network --episodes-per-trial 2
+             --num-trials 8 --update-epochs 10 --norm-obs --learning-rate 1e-3 --gamma 0.99 --ent-coef 0"""
 SETTINGS = ("--env-id Bandit", "--env-id Bandit --update-epochs 8", "--env-id Bandit --rnn-hidden 256",
             "--env-id Bandit --episodes-per-trial 100", "--env-id TabularMDP",
             "--env-id TabularMDP --update-epochs 8", f"--env-id HalfCheetahDir {CHEETAH}")
