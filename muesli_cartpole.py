@@ -78,7 +78,7 @@ class Args:
     eval_episodes: int = 10
     """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: about 20 a long run"""
 
     # Environment
     env_id: str = "CartPole-v1"

@@ -83,7 +83,7 @@ class Args:
     eval_episodes: int = 10
     """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: about 20 a long run"""
 
     # Environment
     env_id: str = "Breakout"
@@ -226,6 +226,8 @@ class Args:
                 low = 36 if name == "screen_size" else 1
             if isinstance(value, (int, float)) and not low <= value <= high:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
+        if self.resume or self.evaluate:
+            return  # the run's own flags fit each other, and are not read yet
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len:
             raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")

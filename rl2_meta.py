@@ -78,7 +78,7 @@ class Args:
     evaluate: str | None = None
     """run folder whose last checkpoint is evaluated instead of training"""
     checkpoint_every: int = 0
-    """iterations between checkpoints, each resets the environments (see restart); 0: at most 20 a run"""
+    """iterations between checkpoints, each resets the environments (see restart); 0: about 20 a long run"""
     test_trials: int = 0
     """trials of the meta-test at the end, in new tasks; 0: 100000, or 40 in a simulator"""
     test_every: int = 0

@@ -280,6 +280,7 @@ def other_batch(path):
     (None, "--resume run --env-id Pendulum-v1", "--env-id Pendulum-v1: the run has CartPole-v1"),
     (None, "--evaluate run --env-id Acrobot-v1", "--env-id Acrobot-v1: the run has CartPole-v1"),
     (None, "--resume run --activation relu --total-timesteps 256", "--activation relu: the run has tanh"),
+    (None, "--resume run --num-minibatches 3", "--num-minibatches 3: the run has 2, and goes on"),
     (other_flags, "--resume run", "was written by a ppo_continuous.py with other flags"),
     (other_spaces, "--resume run --total-timesteps 256", "an environment with other spaces: size mismatch"),
     (other_batch, "--resume run --total-timesteps 256", "64 steps, not 32: resume it with as many processes"),
