@@ -128,7 +128,7 @@ def draw_panel(axis, setting, runs, found):
             axis.plot(episodes, curve, style, color=colour, lw=1.3, label=f"{name} {row['setting']}".strip())
         elif name == "task known":  # the other bound, the Bayes optimum, is known of whole trials only
             axis.axhline(float(row["score"]) / setting.episodes, color="0.5", ls=":", label=name)
-    axis.set_title(setting)
+    axis.set_title(setting, fontsize="medium")  # the longest would touch its neighbour's
     axis.set_xlabel("pull of the trial" if setting.arms else "episode of the trial")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.grid(alpha=0.3)

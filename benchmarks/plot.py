@@ -135,8 +135,7 @@ def draw(curves, args):
         axis.set_title(env_id)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if len(lines) > 1:
-            axis.legend(fontsize="small")
+        axis.legend(fontsize="small")
     figure.supxlabel("environment steps" if args.x == "global_step" else args.x)
     figure.supylabel(args.y.replace("_", " "))
     args.output.parent.mkdir(parents=True, exist_ok=True)

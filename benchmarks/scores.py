@@ -21,6 +21,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+
+class UsageError(ValueError):
+    """What the user gave cannot work: told in one sentence, exit status 2."""
+
+
 OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
 
 
@@ -63,6 +68,20 @@ def read_run(folder):
     return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
 
 
+def read_rows(source):
+    """Rows of a file that --csv has written, or one of a run folder, none of an unfinished run's."""
+    if source.suffix != ".csv":
+        return [read_run(source)] if (source / "summary.json").exists() else []
+    try:
+        with open(source, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if any(not row.get("command") for row in rows):
+        raise UsageError(f"{source} has a row without command: it is cut, or a table of something else")
+    return rows
+
+
 def over_seeds(values):
     """Mean ± sample deviation; nothing is known of it from a single seed."""
     return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
@@ -71,37 +90,37 @@ def over_seeds(values):
 def print_table(rows):
     """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's.
 
-    Runs that stop once they are solved end after different numbers of steps: their median and greatest.
+    Muesli's deterministic one is its last while training, of more episodes. Runs that stop once they are
+    solved end after different numbers of steps: the median and greatest number that solved it.
     RL^2's are left to adaptation.py, whose settings are more than a name."""
     groups = defaultdict(list)
     for row in rows:
         if not row.get("trial_return_mean"):
-            steps = "" if row.get("solved_at") else row["global_step"]
+            early = row.get("greedy_return") and "--no-stop-early" not in row["command"]
+            steps = "" if early else f"{float(row['global_step']) / 1e3:.0f} k"
             groups[row["env_id"], row["exp_name"], steps].append(row)
     print("| environment | setting | steps | seeds | deterministic | sampled | each seed |")
     print("|---|---|---|---|---|---|---|")
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
-        evals, sampled = ([float(run[key]) for run in runs] for key in ("eval_mean", "eval_sampled_mean"))
+        evals = [float(run.get("greedy_return") or run["eval_mean"]) for run in runs]
+        sampled = [float(run["eval_sampled_mean"]) for run in runs]
         each = ", ".join(f"{value:.0f}" for value in evals)
         if not steps:
-            solved = [int(run["solved_at"]) for run in runs]
-            steps = f"solved at {np.median(solved):.0f} (median), {max(solved)} (last)"
+            solved = [float(run["solved_at"] or "inf") for run in runs]
+            steps = f"solved at {np.median(solved):.0f} (median), {max(solved):.0f} (last)"
         print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} "
               f"| {over_seeds(evals)} | {over_seeds(sampled)} | {each} |")
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    rows = []
-    for source in args.sources:
-        if source.suffix == ".csv":
-            with open(source, newline="") as file:
-                rows += csv.DictReader(file)
-        elif (source / "summary.json").exists():
-            rows.append(read_run(source))
-    if not rows:
-        print(f"error: no finished run in {', '.join(map(str, args.sources))}", file=sys.stderr)
+    try:
+        rows = [row for source in args.sources for row in read_rows(source)]
+        if not rows:
+            raise UsageError(f"no finished run in {', '.join(map(str, args.sources))}")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     if args.csv:
         args.csv.parent.mkdir(parents=True, exist_ok=True)
