@@ -65,7 +65,7 @@ class Args:
     exp_name: str = "muesli_cartpole"
     """part of the run folder's name"""
     seed: int = 1
-    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on one CPU"""
     torch_deterministic: bool = True
     """only deterministic kernels (slower on a GPU, free on a CPU)"""
     run_dir: str | None = None
@@ -86,7 +86,7 @@ class Args:
     total_timesteps: int = 50_000
     """environment steps over all environments and processes; in whole rollouts"""
     num_envs: int = 8
-    """environments per process, stepped together and never reset between rollouts [D1]"""
+    """environments per process, stepped together; between rollouts only a checkpoint resets them [D1]"""
     train_frequency: int = 2
     """steps per environment between two updates"""
     eval_every: int = 2500
@@ -727,17 +727,17 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
-        except OSError as error:
-            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
         names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
         about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
-        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         if args.track:
             start_tracking(args, run_dir)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
@@ -798,15 +798,14 @@ def choose_run_dir(args):
     return run_dir
 
 
-def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
-    caught = []
+def catch_signals(caught):
+    """Append the first Ctrl-C or SIGTERM (a second one kills). Returns the handlers there were before."""
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+    return {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
 def can_compile(args, device):
@@ -910,8 +909,8 @@ def train(args, checkpoint=None):
     if done and is_evaluated(args):
         raise UsageError(f"the run has ended after {at.global_step} steps: give more --total-timesteps"
                          + (", and --no-stop-early, as it is solved" if solved_early else ""))
-    iterations = args.total_timesteps // (args.num_envs * args.train_frequency)
-    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or max(1, iterations // 20)
+    iterations, run_dir = args.total_timesteps // (args.num_envs * args.train_frequency), choose_run_dir(args)
+    save_every, signals, handlers = args.checkpoint_every or max(1, iterations // 20), [], {}
     envs, agent, opt, replay = build(args, checkpoint, device)
     learn, compiled = train_step, can_compile(args, device)
     if compiled:
@@ -919,7 +918,6 @@ def train(args, checkpoint=None):
     log = RunLog(run_dir, args, at.rows)
     print_header(args, envs, run_dir, device, compiled)
     stream, sums = restart(envs, agent, at.iteration), torch.zeros(len(METRICS) + 1, device=device)
-    signals, handlers = catch_signals()
     while not done:
         before = at.global_step
         count, episodes = collect(envs, agent, replay, stream, at)
@@ -930,6 +928,7 @@ def train(args, checkpoint=None):
         if at.global_step >= args.learning_starts and replay.size >= args.window:
             window = replay.sample(args.batch_size, args.num_newest, args.window)
             learn(agent, opt, window, learning_rate, sums)
+            handlers = handlers or catch_signals(signals)  # not before: a compiler would die of Ctrl-C, too
         if crossed(args.eval_every, before, at.global_step):
             returns = evaluate(agent, True, episodes=args.solve_episodes, when=at.global_step)
             at.evaluations.append((at.global_step, float(returns.mean())))

@@ -38,7 +38,7 @@ import sysconfig
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
@@ -70,7 +70,7 @@ class Args:
     exp_name: str = "ppo_atari"
     """part of the run folder's name"""
     seed: int = 1
-    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on one CPU"""
     torch_deterministic: bool = True
     """only deterministic kernels (slower on a GPU, free on a CPU)"""
     run_dir: str | None = None
@@ -91,7 +91,7 @@ class Args:
     total_timesteps: int = 10_000_000
     """environment steps over all environments and processes; in whole rollouts"""
     num_envs: int = 8
-    """environments per process, stepped together and never reset between rollouts [D1]"""
+    """environments per process, stepped together; between rollouts only a checkpoint resets them [D1]"""
     num_steps: int = 128
     """steps per environment in a rollout; a process learns from num_envs * num_steps steps at a time [D1]"""
     noop_max: int = 30
@@ -103,7 +103,7 @@ class Args:
     episodic_life: bool = True
     """a lost life ends the return that is learned, the game goes on [D16]"""
     fire_reset: bool = True
-    """FIRE starts a game and, where the game has it, is the only action allowed after a lost life [D17]"""
+    """FIRE begins a game and each of its lives, as the only action allowed there, if the game has it [D17]"""
     screen_size: int = 84
     """height and width of the pictures in pixels, at least 36 [D18]"""
     grayscale: bool = True
@@ -173,7 +173,7 @@ class Args:
     scale_obs: bool = True
     """pixels from 0 to 1, scaled on the device; off: from 0 to 255 [D22]"""
     rnn: Literal["none", "gru", "lstm"] = "none"
-    """recurrent layer between the observation and the networks"""
+    """recurrent layer between the convolutions and the heads"""
     rnn_hidden: int = 128
     """units of the recurrent layer; its state starts from zeros [D33]"""
     rnn_reset: bool = True
@@ -188,9 +188,9 @@ class Args:
     compile: bool = True
     """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """of the network below its heads; bf16 has 8 bits of precision and is faster where the processor has
-    units for it; auto: bf16 there"""
-    torch_threads: int = os.cpu_count() or 1
+    """of the convolutions and the layer after them; bf16 has 8 bits of precision and is faster where the
+    processor has units for it; auto: bf16 there"""
+    torch_threads: int = torch.get_num_threads()
     """threads of PyTorch in each process; small networks get slower with more"""
     env_threads: int = 0
     """threads of the emulator in each process; 0: one for each core"""
@@ -218,7 +218,9 @@ class Args:
 
     def __post_init__(self):
         limits = {"gamma": 1, "gae_lambda": 1, "sticky_actions": 1, "seed": 2**32 - 1}
-        limits |= dict.fromkeys(("noop_max", "frame_skip", "frame_stack", "max_frames"), 2**31 - 1)  # C's int
+        ints = ("noop_max", "frame_skip", "frame_stack", "max_frames", "screen_size", "num_envs",
+                "eval_episodes", "torch_threads", "env_threads")
+        limits |= dict.fromkeys(ints, 2**31 - 1)  # C's int
         for name, value in vars(self).items():
             low, high = 0, limits.get(name, sys.float_info.max)
             zero = ("seed", "checkpoint_every", "rnn_seq_len", "noop_max", "env_threads")
@@ -257,13 +259,13 @@ def game_name(env_id):
     key = short.replace("_", "").lower()
     if key not in games:
         close = [games[name] for name in difflib.get_close_matches(key, games, cutoff=0.5)]
-        raise UsageError(f"--env-id {env_id} is no game of ALE"
+        raise UsageError(f"--env-id {env_id} is no game of ALE for one player"
                          + (f"; close names: {', '.join(close)}" if close else ""))
     return games[key]
 
 
-def make_games(args, num_envs, lives=False):
-    """Vector of games in threads of C++; with `lives` a lost life is `terminated` too, and the game goes on.
+def make_games(args, num_envs):
+    """Vector of games in threads of C++; a lost life is `terminated` too, and the game goes on [D16].
 
     Its own episodic_life would start a new game instead, from which the later lives would never be seen."""
     return AtariVectorEnv(
@@ -272,7 +274,7 @@ def make_games(args, num_envs, lives=False):
         full_action_space=args.full_actions, autoreset_mode=AutoresetMode.SAME_STEP,
         img_height=args.screen_size, img_width=args.screen_size, grayscale=args.grayscale,  # [D18]
         stack_num=args.frame_stack, frameskip=args.frame_skip, maxpool=args.max_pool,  # [D20], [D15]
-        noop_max=max(1, args.noop_max), life_loss_info=lives,  # [D14], [D16]
+        noop_max=max(1, args.noop_max), life_loss_info=args.episodic_life,  # [D14], [D16]
         reward_clipping=False, use_fire_reset=args.fire_reset)  # the score is for us to keep; [D17]
 
 
@@ -381,6 +383,8 @@ class Agent(nn.Module):
         if args.rnn != "none":
             layer = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn]
             layers = [layer_init(layer(512, args.rnn_hidden), 1.0, args) for _ in range(count)]
+            for layer in layers:
+                layer.flatten_parameters = lambda: None  # cuDNN's would move the weights elsewhere
             self.rnns, features = nn.ModuleList(layers), args.rnn_hidden
             self.state_size = args.rnn_hidden * count * (2 if args.rnn == "lstm" else 1)
         self.actor = layer_init(nn.Linear(features, num_actions), 0.01, args)
@@ -731,7 +735,8 @@ EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
 def evaluate(agent, greedy, video_dir=None):
     """Scores of one whole game in each of eval_episodes environments; the first may be recorded."""
     args, num_envs = agent.args, agent.args.eval_episodes
-    envs = make_games(args, num_envs, lives=args.episodic_life)
+    envs = make_games(args, num_envs)
+    print(f"evaluating {num_envs} games, {'deterministic' if greedy else 'sampled'} actions", flush=True)
     seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
     torch.manual_seed(seeds.pop())
     stream, scores, actions = reset_stream(envs, agent, seeds), np.full(num_envs, np.nan), []
@@ -754,10 +759,10 @@ def evaluate(agent, greedy, video_dir=None):
 
 
 def replay(args, seed, first_frame, actions):
-    """Yield colour frame (210, 160, 3) and reward, frame by frame, of a game played with that seed.
+    """Yield colour frame (height, 160, 3) and reward, frame by frame, of a game played with that seed.
 
     The vector environment draws no pictures for people, but games are repeatable: the same seed and actions
-    are the same game. It begins with FIRE, where there is one, and idles up to `first_frame`."""
+    are the same game. It begins with FIRE, as there [D17], and idles up to `first_frame`."""
     ale = ale_py.ALEInterface()
     ale.setInt("random_seed", seed)
     ale.setFloat("repeat_action_probability", args.sticky)
@@ -776,12 +781,13 @@ def replay(args, seed, first_frame, actions):
 
 
 def write_video(frames, folder):
-    """mp4 of frames (210, 160, 3) as they come, 60 a second: a long game's would not fit into memory."""
+    """mp4 of frames (height, 160, 3) as they come, 60 a second: a long game's would not fit into memory."""
     from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter  # optional
 
     folder.mkdir(parents=True, exist_ok=True)
-    with FFMPEG_VideoWriter(str(folder / "episode-0.mp4"), (160, 210), 60) as video:
-        for frame in frames:
+    first = next(frames)  # 210 pixels high, in some games up to 250
+    with FFMPEG_VideoWriter(str(folder / "episode-0.mp4"), first.shape[1::-1], 60) as video:
+        for frame in chain([first], frames):
             video.write_frame(frame)
 
 
@@ -846,17 +852,17 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
-        except OSError as error:
-            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
         names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
         about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
-        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         if args.track:
             start_tracking(args, run_dir)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
@@ -908,7 +914,7 @@ def read_live(path, seen, values, global_step):
         return modified
     for name, value in changes.items():
         number = type(value) is int or (type(value) is float and name != "update_epochs")
-        valid = (number and 0 < value < float("inf")) or (value == 0 and name.endswith("coef"))
+        valid = (number and 0 < value < sys.float_info.max) or (value == 0 and name.endswith("coef"))
         if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
             tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
@@ -946,7 +952,7 @@ def join_processes(device):
 
 
 def use_bf16(args, device):
-    """Whether the network computes in bf16, all but its heads."""
+    """Whether the convolutions and the layer after them compute in bf16."""
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)  # others emulate it
     else:
@@ -957,7 +963,7 @@ def use_bf16(args, device):
 
 def build(args, checkpoint, num_envs, device):
     """Games, agent and optimiser state, new or as the checkpoint has them."""
-    envs = make_games(args, num_envs, lives=args.episodic_life)
+    envs = make_games(args, num_envs)
     torch.manual_seed(args.seed)  # the same weights in every process
     channels = args.frame_stack * (1 if args.grayscale else 3)
     args.precision = "bf16" if use_bf16(args, device) else "fp32"  # a resume elsewhere must not change it
@@ -1004,15 +1010,14 @@ def print_header(args, envs, agent, num_iterations, run_dir, device, compiled):
           f"  folder {run_dir}", flush=True)
 
 
-def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
-    caught = []
+def catch_signals(caught):
+    """Append the first Ctrl-C or SIGTERM (a second one kills). Returns the handlers there were before."""
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+    return {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
 def can_compile(args, device):
@@ -1093,13 +1098,14 @@ def train(args, checkpoint=None):
     if log:
         print_header(args, envs, agent, num_iterations, run_dir, device, compiled)
     stream = restart(envs, agent, rank, at.iteration)
-    (signals, handlers), live_seen, stop = catch_signals(), None, False
+    signals, handlers, live_seen, stop = [], {}, None, False
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
         hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
         at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
         rollout, episodes = collect(envs, agent, act, stream)
         losses = update(agent, opt, rollout, stream, hyper, step)
+        handlers = handlers or catch_signals(signals)  # not before: a compiler would die of Ctrl-C, too
         check_finite(at.iteration, **losses)
         at.recent = (at.recent + episodes)[-100:]
         stop = bool(sum_over_ranks(torch.tensor(len(signals))))  # all processes, if one was told to
@@ -1108,7 +1114,7 @@ def train(args, checkpoint=None):
         at.seconds += seconds
         if log:
             losses |= {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}
-            log.log(at, losses, save)
+            log.log(at, losses, save or at.iteration % max(1, num_iterations // 100) == 0)
         if save and log:
             save_checkpoint(run_dir, agent, at, opt=opt)
         if save:

@@ -70,7 +70,7 @@ class Args:
     exp_name: str = "ppo_continuous"
     """part of the run folder's name"""
     seed: int = 1
-    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on one CPU"""
     torch_deterministic: bool = True
     """only deterministic kernels (slower on a GPU, free on a CPU)"""
     run_dir: str | None = None
@@ -91,7 +91,7 @@ class Args:
     total_timesteps: int = 1_000_000
     """environment steps over all environments and processes; in whole rollouts"""
     num_envs: int = 16
-    """environments per process, stepped together and never reset between rollouts [D1]"""
+    """environments per process, stepped together; between rollouts only a checkpoint resets them [D1]"""
     num_steps: int = 64
     """steps per environment in a rollout; a process learns from num_envs * num_steps steps at a time [D1]"""
     vector_env: Literal["sync", "thread", "async"] = "sync"
@@ -465,6 +465,7 @@ class Agent(nn.Module):
         if args.rnn != "none":
             layer = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](obs_dim, args.rnn_hidden)
             self.rnn, features = layer_init(layer, 1.0, args), args.rnn_hidden
+            layer.flatten_parameters = lambda: None  # cuDNN's would move the weights elsewhere
             self.state_size = args.rnn_hidden * (2 if args.rnn == "lstm" else 1)
         self.num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
         if not self.nvec and not args.state_dependent_std:
@@ -892,17 +893,17 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
-        except OSError as error:
-            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
         names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
         about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
-        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         if args.track:
             start_tracking(args, run_dir)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
@@ -954,7 +955,7 @@ def read_live(path, seen, values, global_step):
         return modified
     for name, value in changes.items():
         number = type(value) is int or (type(value) is float and name != "update_epochs")
-        valid = (number and 0 < value < float("inf")) or (value == 0 and name.endswith("coef"))
+        valid = (number and 0 < value < sys.float_info.max) or (value == 0 and name.endswith("coef"))
         if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
             tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
@@ -1029,15 +1030,14 @@ def print_header(args, envs, num_iterations, run_dir, device, compiled):
           f"  folder {run_dir}", flush=True)
 
 
-def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
-    caught = []
+def catch_signals(caught):
+    """Append the first Ctrl-C or SIGTERM (a second one kills). Returns the handlers there were before."""
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+    return {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
 def can_compile(args, device):
@@ -1119,10 +1119,9 @@ def train(args, checkpoint=None):
         print_header(args, envs, num_iterations, run_dir, device, compiled)
     stream = restart(envs, agent, rank, at.iteration)
     if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
-        raw_obs = collect(envs, agent, act, stream)[1]
-        check_finite(0, observations=raw_obs)
+        check_finite(0, observations=(raw_obs := collect(envs, agent, act, stream)[1]))
         agent.obs_rms.update(raw_obs)
-    (signals, handlers), live_seen, stop = catch_signals(), None, False
+    signals, handlers, live_seen, stop = [], {}, None, False
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
         hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
@@ -1130,6 +1129,7 @@ def train(args, checkpoint=None):
         rollout, raw_obs, episodes = collect(envs, agent, act, stream)
         check_finite(at.iteration, observations=raw_obs, rewards=rollout["rewards"].cpu().numpy())
         losses = update(agent, opt, rollout, stream, hyper, step)
+        handlers = handlers or catch_signals(signals)  # not before: a compiler would die of Ctrl-C, too
         check_finite(at.iteration, **losses)
         agent.obs_rms.update(raw_obs)  # [D28]
         at.recent = (at.recent + episodes)[-100:]

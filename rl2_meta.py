@@ -67,7 +67,7 @@ class Args:
     exp_name: str = "rl2_meta"
     """part of the run folder's name"""
     seed: int = 1
-    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on a CPU"""
+    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on one CPU"""
     torch_deterministic: bool = True
     """only deterministic kernels (slower on a GPU, free on a CPU)"""
     run_dir: str | None = None
@@ -1027,17 +1027,17 @@ class RunLog:
 
     def __init__(self, run_dir, args, rows):
         self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
-        except OSError as error:
-            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
         commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
         names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
         about = {name: sys.modules[name].__version__ for name in sorted(names)}
         about |= {"git_commit": commit or None, "script": SCRIPT}
-        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
+        except OSError as error:
+            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
         if args.track:
             start_tracking(args, run_dir)
         self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
@@ -1089,7 +1089,7 @@ def read_live(path, seen, values, global_step):
         return modified
     for name, value in changes.items():
         number = type(value) is int or (type(value) is float and name != "update_epochs")
-        valid = (number and 0 < value < float("inf")) or (value == 0 and name.endswith("coef"))
+        valid = (number and 0 < value < sys.float_info.max) or (value == 0 and name.endswith("coef"))
         if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
             tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
         elif values[name] != value:
@@ -1166,15 +1166,14 @@ def print_header(args, tasks, agent, num_iterations, run_dir, device):
           f"  folder {run_dir}", flush=True)
 
 
-def catch_signals():
-    """List that gets the first Ctrl-C or SIGTERM (a second one kills), and the handlers there were before."""
-    caught = []
+def catch_signals(caught):
+    """Append the first Ctrl-C or SIGTERM (a second one kills). Returns the handlers there were before."""
 
     def catch(signum, frame):
         caught.append(signum)
         signal.signal(signum, signal.SIG_DFL)
 
-    return caught, {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
+    return {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
 
 
 def schedule(live, remaining, args):
@@ -1233,11 +1232,11 @@ def train(args, checkpoint=None):
     if log:
         print_header(args, tasks, agent, num_iterations, run_dir, device)
     restart(tasks, args.seed, rank, at.iteration)
-    stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
+    signals, stream = [], SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))
     if args.norm_obs and not checkpoint:
         check_finite(0, observations=(obs := collect(tasks, agent)[1]).cpu().numpy())
         agent.obs_rms.update(obs)
-    (signals, handlers), live_seen, stop = catch_signals(), None, reached(at.tests, args)
+    handlers, live_seen, stop = catch_signals(signals), None, reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
         hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)

@@ -25,6 +25,18 @@ def one_thread_and_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def weights_that_move(monkeypatch):
+    """On a GPU cuDNN moves a recurrent layer's weights to a place of its own, whenever it finds others."""
+
+    def move(layer):
+        with torch.no_grad():
+            for weight in getattr(layer, "_flat_weights", []):
+                weight.data = weight.data.clone()
+
+    monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", move)
+
+
 def small_args(env_id, **flags):
     """Flags of a run that takes a second."""
     return ppo.Args(env_id=env_id, **SMALL | flags)

@@ -376,7 +376,7 @@ def test_every_game_has_all_its_spellings():
 
 
 @pytest.mark.parametrize(("flags", "words"), [
-    ("--env-id Brekout", "--env-id Brekout is no game of ALE; close names: breakout"),
+    ("--env-id Brekout", "--env-id Brekout is no game of ALE for one player; close names: breakout"),
     ("--env-id ALE/SpaceInvader-v5", "close names: space_invaders"), ("--env-id MsPackman", "ms_pacman"),
     ("--env-id CartPole-v1", "--env-id CartPole-v1 is no game"), ("--screen-size 20", "give 36"),
     ("--screen-size 35", "--screen-size 35 is out of range: give 36"),
@@ -384,6 +384,7 @@ def test_every_game_has_all_its_spellings():
     ("--rnn lstm --num-minibatches 16", "--num-minibatches 16 does not divide the 8 sequences"),
     ("--frame-stack 0", "--frame-stack 0 is out of range: give 1"), ("--frame-skip 0", "--frame-skip 0"),
     ("--max-frames 3000000000", "--max-frames 3000000000 is out of range"),
+    ("--eval-episodes 3000000000", "--eval-episodes 3000000000 is out of range"),
     ("--noop-max -1", "--noop-max -1 is out of range: give 0"), ("--max-frames 0", "--max-frames 0"),
     ("--sticky-actions 1.5", "--sticky-actions 1.5 is out of range: give 0 to 1"),
     ("--total-timesteps 1000", "leaves no rollout of 1024 steps"),
@@ -411,6 +412,7 @@ AGENTS = {
 
 
 @pytest.mark.parametrize("flags", AGENTS.values(), ids=AGENTS)
+@pytest.mark.usefixtures("weights_that_move")
 def test_first_minibatch_has_ratio_1(flags):
     """Of two rollouts with an update in between, lost lives, cut games and FIRE in both.
 
@@ -438,6 +440,8 @@ def test_first_minibatch_has_ratio_1(flags):
         atari.update(agent, opt, rollout, stream, hyper, step)
         assert seen[0] < near and abs(seen[1]) < near**2 + 1e-7 < abs(seen[-1])
         assert not torch.equal(weights(agent), before)
+    for name, view in atari.parameter_views(agent, opt["params"]).items():
+        assert agent.get_parameter(name).data_ptr() == view.data_ptr()
 
 
 def step_by_step(agent, obs, state, starts):
@@ -583,6 +587,15 @@ def test_a_replay_is_the_same_game(env_id, flags):
     assert {(frame.shape, frame.dtype.name) for frame in frames} == {((210, 160, 3), "uint8")}
 
 
+def test_a_video_is_as_high_as_the_game(tmp_path):
+    moviepy = pytest.importorskip("moviepy")
+    frames = [frame for frame, _ in atari.replay(small_args(env_id="Pooyan"), 5, 0, [0] * 10)]
+    atari.write_video(iter(frames), tmp_path)
+    clip = moviepy.VideoFileClip(str(tmp_path / "episode-0.mp4"))
+    assert clip.size == [160, 220] and abs(clip.get_frame(0) - frames[0].astype(float)).mean() < 10
+    clip.close()
+
+
 # -------------------------------------------------------------------------------------------- a game of ours
 
 
@@ -591,7 +604,7 @@ class Sides:
 
     A game has one step, or goes on for ever and is cut after `length` of them."""
 
-    def __init__(self, args, num_envs, lives=False, length=None):
+    def __init__(self, args, num_envs, length=None):
         self.num_envs, self.cut, self.length = num_envs, length is not None, 1 if length is None else length
         self.single_action_space = gym.spaces.Discrete(3)
         actions = [ale_py.Action.NOOP, ale_py.Action.RIGHT, ale_py.Action.LEFT]
@@ -795,6 +808,15 @@ def test_ctrl_c_saves(tmp_path, monkeypatch, capsys):
     resumed = read_metrics(tmp_path / "run")
     assert resumed[:3] == rows and [int(row["global_step"]) for row in resumed] == [32, 64, 96, 128]
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_ctrl_c_in_the_first_iteration_ends_at_once(tmp_path, monkeypatch, capsys):
+    """That is when the compiler runs, which would die of it, too."""
+    monkeypatch.setattr(atari, "train_step", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(SystemExit) as stop:
+        main(f"{SHORT} --run-dir run", tmp_path, monkeypatch)
+    assert stop.value.code == 130 and "saved" not in capsys.readouterr().out
+    assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
 def test_a_checkpoint_of_another_game_is_refused(breakout, tmp_path, monkeypatch, capsys):

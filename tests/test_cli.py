@@ -463,6 +463,10 @@ def test_live_file_that_cannot_be_read(tmp_path, capsys):
     seen = ppo.read_live(path, None, values, 0)
     assert capsys.readouterr().out.startswith("live.json ignored: ")
     assert ppo.read_live(path, seen, values, 0) == seen and capsys.readouterr().out == ""  # told once
+    path.rmdir()
+    path.write_text('{"vf_coef": 1' + "0" * 400 + "}")
+    ppo.read_live(path, None, values, 0)
+    assert "ignored" in capsys.readouterr().out and values == {"vf_coef": 0.5}
 
 
 def test_nan_reward_stops_and_keeps_the_checkpoint(tmp_path):
@@ -503,8 +507,8 @@ def test_requirements_hold_the_script_block(script):
 
 # In every script the same room of other furniture.
 ROOMS = {"Agent", "build", "collect", "doc of capture_video", "doc of env_id", "doc of learning_rate",
-         "evaluate", "evaluate_run", "finish", "next_values", "print_header", "reset_stream", "restart",
-         "train", "train_step"}
+         "doc of rnn", "evaluate", "evaluate_run", "finish", "next_values", "print_header", "reset_stream",
+         "restart", "train", "train_step"}
 
 
 def definitions(source):

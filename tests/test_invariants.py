@@ -69,6 +69,7 @@ def assert_first_minibatch_is_on_policy(envs, agent, opt, stream):
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Hopper-v5"])
 @pytest.mark.parametrize("flags", AGENTS.values(), ids=AGENTS)
+@pytest.mark.usefixtures("weights_that_move")
 def test_first_minibatch_has_ratio_1(env_id, flags):
     endings = assert_first_minibatch_is_on_policy(*small_agent(env_id, num_steps=64, **flags))
     assert endings > 0
