@@ -736,7 +736,7 @@ def evaluate(agent, greedy, video_dir=None):
     """Scores of one whole game in each of eval_episodes environments; the first may be recorded."""
     args, num_envs = agent.args, agent.args.eval_episodes
     envs = make_games(args, num_envs)
-    print(f"evaluating {num_envs} games, {'deterministic' if greedy else 'sampled'} actions", flush=True)
+    print(f"evaluating {num_envs} game(s), {'deterministic' if greedy else 'sampled'} actions", flush=True)
     seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
     torch.manual_seed(seeds.pop())
     stream, scores, actions = reset_stream(envs, agent, seeds), np.full(num_envs, np.nan), []
