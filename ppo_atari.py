@@ -265,7 +265,7 @@ def game_name(env_id):
 
 
 def make_games(args, num_envs):
-    """Vector of games in threads of C++; a lost life is `terminated` too, and the game goes on [D16].
+    """Vector of games in threads of C++; with [D16] a lost life is `terminated` too, and the game goes on.
 
     Its own episodic_life would start a new game instead, from which the later lives would never be seen."""
     return AtariVectorEnv(

@@ -1232,11 +1232,11 @@ def train(args, checkpoint=None):
     if log:
         print_header(args, tasks, agent, num_iterations, run_dir, device)
     restart(tasks, args.seed, rank, at.iteration)
-    signals, stream = [], SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))
+    stream = SimpleNamespace(discounted=torch.zeros(args.num_trials, device=device))  # for normalize_rewards
     if args.norm_obs and not checkpoint:
         check_finite(0, observations=(obs := collect(tasks, agent)[1]).cpu().numpy())
         agent.obs_rms.update(obs)
-    handlers, live_seen, stop = catch_signals(signals), None, reached(at.tests, args)
+    handlers, live_seen, stop = catch_signals(signals := []), None, reached(at.tests, args)
     while at.iteration < num_iterations and not stop:
         live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
         hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)

@@ -21,12 +21,11 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
+
 
 class UsageError(ValueError):
     """What the user gave cannot work: told in one sentence, exit status 2."""
-
-
-OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
 
 
 @dataclass

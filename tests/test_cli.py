@@ -264,6 +264,12 @@ def other_spaces(path):
     torch.save(checkpoint, path)
 
 
+def no_file_to_write(path):
+    path.unlink()
+    path.with_name("args.json").unlink()
+    path.with_name("args.json").mkdir()
+
+
 def other_batch(path):
     checkpoint = torch.load(path, weights_only=True)
     checkpoint["at"]["batch_size"] *= 2
@@ -286,6 +292,7 @@ def other_batch(path):
     (other_batch, "--resume run --total-timesteps 256", "64 steps, not 32: resume it with as many processes"),
     (None, "--resume run", "leaves no rollout of 32 steps after the 128 that are done"),
     (None, f"{SHORT} --run-dir run", "--run-dir run is a file or holds a run: --resume it"),
+    (no_file_to_write, f"{SHORT} --run-dir run", "--run-dir run: Is a directory"),
     (None, f"{SHORT} --run-dir run/args.json/new", "--run-dir run/args.json/new: Not a directory"),
 ])  # fmt: skip
 def test_bad_run_folder(spoil, flags, words, cartpole, tmp_path, monkeypatch, capsys):
