@@ -1,44 +1,30 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = [
-#     "torch>=2.9,<2.14",
-#     "numpy>=1.26",
-#     "gymnasium[box2d,classic-control,mujoco]>=1.4",
-#     "tyro>=0.9",
-#     "tensorboard>=2.18",
-#     "tqdm>=4.66",
-# ]
+# dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control,mujoco]>=1.4",
+#                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
 """Proximal Policy Optimization for vector observations (Schulman et al. 2017, arXiv 1707.06347).
 
-    python ppo_continuous.py --env-id Humanoid-v5         train, evaluate, say where everything is
-    python ppo_continuous.py --resume runs/RUN            go on after a kill, exactly
+    python ppo_continuous.py --env-id Humanoid-v5                  train, then evaluate
+    python ppo_continuous.py --resume runs/RUN                     resume a killed run exactly
     python ppo_continuous.py --evaluate runs/RUN --capture-video
 
-Shapes: T steps, N environments, B = T * N, O observation, A action components, R recurrent state,
-L length of a training sequence (1 without recurrence), S = B / L sequences, M sequences in a minibatch.
-Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of Proximal Policy
-Optimization", [X1] to [X4] its auxiliary ones: clip annealing, data parallelism, early stop, action masks.
+Shapes: T steps, N environments, O observation, A action components; L steps of a training sequence (1
+without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 (GRU), 2 (LSTM).
+Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to
+[X4] its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
 """
 
-import atexit
-import difflib
-import functools
-import importlib
+import importlib.util
 import json
-import math
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,1162 +35,686 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
 from torch.distributions import Categorical, Normal
-from torch.func import functional_call
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
 
 class UsageError(ValueError):
-    """What the user gave cannot work: told in one sentence, exit status 2."""
-
-
-SCRIPT = "ppo_continuous"
-
+    """Invalid usage: printed as one line, exit status 2."""
 
 @dataclass
 class Args:
     # Run
-    exp_name: str = "ppo_continuous"
-    """part of the run folder's name"""
-    seed: int = 1
-    """of weights, noise, minibatches, environments: the same seed, the same run, bit for bit on one CPU"""
-    torch_deterministic: bool = True
-    """only deterministic kernels (slower on a GPU, free on a CPU)"""
-    run_dir: str | None = None
-    """folder of this run; by default runs/{env_id}__{exp_name}__{seed}__{unix_time}"""
-    resume: str | None = None
-    """run folder to go on with, under its own flags; a larger --total-timesteps prolongs a finished run,
-    whose annealed learning rate rises to that of the same step of a longer one"""
-    evaluate: str | None = None
-    """run folder whose last checkpoint is evaluated instead of training"""
-    eval_episodes: int = 10
-    """full episodes of an evaluation, one environment each: first deterministic, then with sampled actions"""
-    checkpoint_every: int = 0
-    """iterations between checkpoints, each resets the environments (see restart); 0: about 20 a long run"""
+    exp_name: str = "ppo_continuous"  # part of the run folder's name
+    seed: int = 1  # same seed, same run (bit-identical on a CPU)
+    torch_deterministic: bool = True  # deterministic kernels only (slower on a GPU)
+    preset: str | None = None  # set of flags in PRESETS; default: that of env_id or none
+    run_dir: str | None = None  # default: runs/{env_id}__{exp_name}__{seed}__{unix_time}
+    resume: str | None = None  # run folder to resume; flags given again override its own
+    evaluate: str | None = None  # run folder to evaluate instead of training
+    eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
 
     # Environment
-    env_id: str = "HalfCheetah-v5"
-    """any Gymnasium id, also module:Env-v0; observations that are no vector are flattened"""
-    total_timesteps: int = 1_000_000
-    """environment steps over all environments and processes; in whole rollouts"""
-    num_envs: int = 16
-    """environments per process, stepped together; between rollouts only a checkpoint resets them [D1]"""
-    num_steps: int = 64
-    """steps per environment in a rollout; a process learns from num_envs * num_steps steps at a time [D1]"""
-    vector_env: Literal["sync", "thread", "async"] = "sync"
-    """sync: one after the other; thread: two at a time, worth it from 0.2 ms a step where the simulator lets
-    go of Python's lock (MuJoCo's Ant, Humanoid); async: a process each, for slower ones; the same results"""
-    clip_actions: bool = True
-    """the environment gets the action clipped to its bounds, learning sees it unclipped [D27]"""
-    scale_actions: bool = True
-    """-1 and 1 in the policy's units are the bounds of a bounded action; off: the environment's own units"""
-    norm_obs: bool = True
-    """observations minus running mean over running deviation, shared by all environments [D28]"""
-    clip_obs: float = 10.0
-    """bound of normalised observations; 0: none [D29]"""
-    norm_reward: bool = False
-    """rewards over the running deviation of the discounted return; norm_value does this better [D30]"""
-    clip_reward: float = 10.0
-    """bound of normalised rewards; 0: none; without norm_reward nothing is clipped [D31]"""
-    truncation_bootstrap: bool = True
-    """a time limit cuts the episode, not its last state's value; off: it counts as death, as in CleanRL"""
+    env_id: str = "HalfCheetah-v5"  # Gymnasium id, also module:Env-v0
+    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
+    total_timesteps: int = 1_000_000  # steps over all environments and processes
+    num_envs: int = 16  # environments per process [D1]
+    num_steps: int = 64  # steps per environment in a rollout [D1]
+    clip_actions: bool = True  # to their bounds, for the environment only [D27]
+    scale_actions: bool = True  # -1 and 1 are the action bounds; off: the environment's units
+    norm_obs: bool = True  # normalize observations by their running mean and std [D28]
+    clip_obs: float = 10.0  # clip normalized observations; 0: off [D29]
+    norm_reward: bool = False  # divide rewards by the running std of the discounted return [D30]
+    clip_reward: float = 10.0  # clip normalized rewards; 0: off [D31]
+    truncation_bootstrap: bool = True  # bootstrap at time limits; off: terminal (CleanRL)
 
     # Algorithm
-    learning_rate: float = 3e-4
-    """Adam's step size; usable from 1e-5 to 3e-3"""
-    anneal_lr: bool = True
-    """learning rate falls linearly to 0 at total_timesteps [D4]"""
-    adam_eps: float = 1e-5
-    """added to Adam's denominator; PyTorch's own default is 1e-8 [D3]"""
-    ortho_init: bool = True
-    """orthogonal weights, zero biases, gain 0.01 for the policy's head; off: PyTorch's init [D2, D32]"""
-    gamma: float = 0.99
-    """discount per step; the horizon is about 1 / (1 - gamma) steps"""
-    gae: bool = True
-    """generalised advantage estimation; off: n-step returns to the end of the rollout, lambda = 1 [D5]"""
-    gae_lambda: float = 0.95
-    """0: one-step advantages, little variance; 1: whole returns, no bias [D5]"""
-    recompute_adv: bool = True
-    """advantages anew before every epoch from the values learned so far (Andrychowicz et al. 2021)"""
-    num_minibatches: int = 16
-    """parts of a shuffled batch; with rnn a part is whole sequences; must divide their number [D6, D35]"""
-    update_epochs: int = 10
-    """passes over each batch, at most (see target_kl) [D6]"""
-    norm_adv: bool = True
-    """advantages to mean 0 and deviation 1 [D7]"""
-    norm_adv_scope: Literal["minibatch", "batch"] = "minibatch"
-    """what norm_adv takes the mean and deviation over [D7]"""
-    clip_coef: float = 0.2
-    """the probability ratio earns nothing beyond 1 - clip_coef and 1 + clip_coef [D8]"""
-    anneal_clip: bool = False
-    """clip_coef falls linearly to 0 at total_timesteps [X1]"""
-    clip_vloss: bool = False
-    """value moves at most clip_coef from the rollout's, in units of the value normaliser [D9]"""
-    ent_coef: float = 0.0
-    """weight of the entropy bonus; 0.01 helps discrete actions, a fixed deviation has none to gain [D10]"""
-    anneal_ent: bool = False
-    """ent_coef falls linearly to 0 at total_timesteps"""
-    vf_coef: float = 0.5
-    """weight of the value loss, which has a factor 0.5 of its own [D10]"""
-    max_grad_norm: float = 0.5
-    """longest joint gradient of all parameters; 0: no limit [D11]"""
-    target_kl: float | None = 0.03
-    """epochs stop once an epoch's mean KL divergence from the rollout's policy exceeds it [X3]"""
-    norm_value: bool = True
-    """the critic learns returns divided by their running deviation (Andrychowicz et al. 2021)"""
-    share_network: bool = False
-    """policy and value share the hidden layers; off: a network each [D13, D26]"""
-    hidden: tuple[int, ...] = (64, 64)
-    """widths of the hidden layers [D26]"""
-    activation: Literal["tanh", "relu"] = "tanh"
-    """between the layers [D26]"""
-    action_dist: Literal["normal", "tanh-normal"] = "normal"
-    """continuous actions: independent Gaussians, or Gaussians squashed into the bounds by tanh [D23, D25]"""
-    log_std_init: float = -1.0
-    """initial log of the Gaussian's deviation, in the policy's units [D24]"""
-    learn_std: bool = False
-    """learn the deviation too, as is usual; a fixed one explores to the end, which does not suit Ant [D24]"""
-    state_dependent_std: bool = False
-    """the network gives the deviation too, learned; off: one for each action component, of any state [D24]"""
-    mask_actions: bool = True
-    """actions that info["action_mask"] forbids get probability 0, where an environment gives it [X4]"""
-    rnn: Literal["none", "gru", "lstm"] = "none"
-    """recurrent layer between the observation and the networks"""
-    rnn_hidden: int = 64
-    """units of the recurrent layer; its state starts from zeros [D33]"""
-    rnn_reset: bool = True
-    """zero state at the start of every episode; off: memory goes on over episodes [D34]"""
-    rnn_seq_len: int = 0
-    """training replays sequences of that many steps from the state stored at their start; 0: whole rollouts,
-    1: single steps from stored states, so no gradient through time [D35, D36]"""
+    learning_rate: float = 3e-4  # of Adam; usable from 1e-5 to 3e-3
+    anneal_lr: bool = True  # linearly to 0 [D4]
+    adam_eps: float = 1e-5  # Adam's epsilon; PyTorch's default is 1e-8 [D3]
+    ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
+    recompute_adv: bool = True  # advantages anew every epoch (Andrychowicz et al. 2021)
+    num_minibatches: int = 16  # per epoch, of whole sequences with an RNN [D6, D35]
+    update_epochs: int = 10  # maximum epochs per rollout [D6]
+    norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
+    clip_coef: float = 0.2  # clip range of the probability ratio [D8]
+    anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
+    clip_vloss: bool = False  # clip the change of the value by clip_coef * value_std [D9]
+    ent_coef: float = 0.0  # entropy bonus; 0.01 helps discrete actions [D10]
+    vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
+    max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
+    target_kl: float | None = 0.03  # no further epoch once an epoch's mean KL exceeds it [X3]
+    norm_value: bool = True  # critic learns returns over their std (Andrychowicz et al. 2021)
+    share_network: bool = False  # one network for actor and critic; off: one each [D13, D26]
+    hidden: tuple[int, ...] = (64, 64)  # widths of the hidden layers [D26]
+    activation: Literal["tanh", "relu"] = "tanh"  # of the hidden layers [D26]
+    log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
+    learn_std: bool = False  # off: fixed std (judge by the deterministic return) [D24]
+    mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
+    rnn: Literal["none", "gru", "lstm"] = "none"  # recurrent layer before actor and critic
+    rnn_hidden: int = 64  # its width; the state starts at zero [D33]
+    rnn_reset: bool = True  # zero state at episode starts; off: memory spans episodes [D34]
+    rnn_seq_len: int = 0  # steps per training sequence; 0: num_steps, 1: no BPTT [D35, D36]
 
     # Speed
-    device: str = "cpu"
-    """auto (a GPU if there is one), cpu, cuda, cuda:1, mps; small networks are fastest on one CPU thread"""
-    compile: bool = True
-    """compiled graphs, where there is a C++ compiler: faster, but slow to start; off: starts at once"""
-    torch_threads: int = 1
-    """threads of PyTorch in each process; small networks get slower with more"""
+    device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
+    compile: bool = True  # compile acting and learning: faster, starts a minute later
+    torch_threads: int = 1  # per process; small networks get slower with more
 
     # Logging
-    track: bool = False
-    """also log to Weights & Biases"""
-    wandb_project_name: str = "ppo"
-    """its project"""
-    wandb_entity: str | None = None
-    """its team"""
-    capture_video: bool = False
-    """record the first episode of the deterministic evaluation as mp4"""
+    track: bool = False  # log to Weights & Biases, too
+    wandb_project_name: str = "ppo"  # Weights & Biases project
+    wandb_entity: str | None = None  # Weights & Biases team
+    capture_video: bool = False  # record the first deterministic evaluation episode
 
     @property
     def seq_len(self):
-        """L, steps of a training sequence."""
         return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            low, high = 0, {"gamma": 1, "gae_lambda": 1, "seed": 2**32 - 1}.get(name, sys.float_info.max)
-            if type(getattr(Args, name)) is int and name not in ("seed", "checkpoint_every", "rnn_seq_len"):
-                low = 1
-            if isinstance(value, (int, float)) and name != "log_std_init" and not low <= value <= high:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is out of range: give {low} to {high}")
-        if min(self.hidden, default=1) < 1:
-            raise UsageError(f"--hidden {self.hidden} is out of range: give widths from 1")
-        if self.resume or self.evaluate:
-            return  # the run's own flags fit each other, and are not read yet
+    def check(self):
+        """Raise UsageError unless all numbers are in range and fit each other."""
+        for field in fields(self):
+            name, value, whole = field.name, getattr(self, field.name), field.type is int
+            low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
+            valid = isinstance(value, int if whole else int | float) and low <= value <= high
+            if field.type in (int, float) and not valid:
+                raise UsageError(f"{name} = {value} is out of range: give {low} to {high}")
         sequences = self.num_envs * self.num_steps // self.seq_len
-        if self.num_steps % self.seq_len:
-            raise UsageError(f"--rnn-seq-len {self.rnn_seq_len} does not divide --num-steps {self.num_steps}")
-        if sequences % self.num_minibatches:
-            raise UsageError(f"--num-minibatches {self.num_minibatches} does not divide the {sequences} "
-                             f"{'steps' if self.seq_len == 1 else 'sequences'} of a rollout: give a divisor")
-        alone = self.num_envs * self.num_steps == self.num_minibatches and self.norm_adv_scope == "minibatch"
-        if alone and self.norm_adv:
-            raise UsageError("minibatches of one step have no deviation: give fewer --num-minibatches")
+        if self.num_steps % self.seq_len or sequences % self.num_minibatches:
+            raise UsageError(f"{self.num_minibatches} minibatches cannot share {sequences} sequences")
 
+RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
+LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
+PRESETS = {
+    "none": {},
+    "Ant-v5": {"num_steps": 32, "num_minibatches": 4, "update_epochs": 4, "target_kl": None,
+               "learn_std": True, "log_std_init": -0.5},
+    "Hopper-v5": {"num_envs": 8, "num_steps": 256, "target_kl": 0.02},
+    "LunarLander-v3": {"ent_coef": 0.01},
+    "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
+                   "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
+                   "norm_value": False, "norm_reward": True},
+    "historical": {"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "target_kl": None,
+                   "truncation_bootstrap": False, "recompute_adv": False, "norm_value": False,
+                   "norm_reward": True, "clip_vloss": True, "learn_std": True, "log_std_init": 0.0,
+                   "scale_actions": False},  # of CleanRL and openai/baselines
+}
 
-# ---------------------------------------------------------------------------------------------- environment
+class VectorEnv(SyncVectorEnv):
+    """Collects only the action mask of each info: the rest costs 5 to 10 % of a MuJoCo step."""
 
+    def _add_info(self, infos, info, i):
+        kept = {name: info[name] for name in ("action_mask", "final_obs") if name in info}
+        return super()._add_info(infos, kept, i)
 
-def import_or_explain(module, option):
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UsageError(f"{option} needs {module}: pip install {module}") from error
-
-
-class SlimInfo(gym.Wrapper):
-    """Of each info only the action mask, flat: to collect the rest costs 5 to 10 % of a MuJoCo step."""
-
-    def slim(self, info):
-        mask = info.get("action_mask")
-        parts = mask if isinstance(mask, tuple) else [mask]
-        return {} if mask is None else {"action_mask": np.concatenate([np.ravel(part) for part in parts])}
-
-    def reset(self, **kwargs):
-        obs, info = self.env.reset(**kwargs)
-        return obs, self.slim(info)
-
-    def step(self, action):
-        *result, info = self.env.step(action)
-        return *result, self.slim(info)
-
-
-class StepAhead(gym.Wrapper):
-    """Steps in a thread of the pool, from `begin` on; `step` waits for the result."""
-
-    def begin(self, pool, action):
-        self.ahead = pool.submit(self.env.step, action)
-
-    def step(self, action):
-        return self.ahead.result()
-
-
-class ThreadVectorEnv(SyncVectorEnv):
-    """SyncVectorEnv that steps two environments at a time: more gain nothing, as Python's lock is shared."""
-
-    def __init__(self, thunks, **kwargs):
-        super().__init__([lambda thunk=thunk: StepAhead(thunk()) for thunk in thunks], **kwargs)
-        self.pool = ThreadPoolExecutor(2)
-
-    def step(self, actions):
-        for env, action in zip(self.envs, actions, strict=True):
-            env.begin(self.pool, action)
-        return super().step(actions)
-
-
-VECTORS = {"sync": SyncVectorEnv, "thread": ThreadVectorEnv, "async": AsyncVectorEnv}
-
-
-def make_envs(args, num_envs, video_dir=None, vector=SyncVectorEnv, autoreset=AutoresetMode.SAME_STEP):
-    """Vector of environments with flat observations; the first is recorded where there is a `video_dir`."""
-
-    def make_env(record):
-        if multiprocessing.parent_process() is not None:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which still needs us
-        rendering = {"render_mode": "rgb_array"} if record else {}
-        env = gym.make(args.env_id, disable_env_checker=True, **rendering)
-        if record:
-            if renderer := getattr(env.unwrapped, "mujoco_renderer", None):  # or the agent runs out of sight
-                mujoco = importlib.import_module("mujoco")
-                renderer.camera_id = mujoco.mj_name2id(renderer.model, mujoco.mjtObj.mjOBJ_CAMERA, "track")
-            env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0, disable_logger=True)
-        space = env.observation_space
-        if not (isinstance(space, gym.spaces.Box) and len(space.shape) == 1):
+def make_envs(args, num_envs, video_dir=None):
+    """Environments with flat observations; the first is recorded if there is a `video_dir`."""
+    def make_env(i):
+        recorded = video_dir is not None and i == 0
+        kwargs = json.loads(args.env_kwargs) | ({"render_mode": "rgb_array"} if recorded else {})
+        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        if len(env.observation_space.shape or ()) != 1:
             env = gym.wrappers.FlattenObservation(env)
-        return SlimInfo(env)
+        return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if recorded else env
 
-    if args.capture_video and sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # MuJoCo reads it at its import, which is here
-    thunks = [lambda record=bool(video_dir) and i == 0: make_env(record) for i in range(num_envs)]
-    module, _, name = args.env_id.rpartition(":")
+    if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
+        importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
     try:
-        if module:
-            importlib.import_module(module)
-        if "mujoco" in str(gym.spec(name).entry_point):  # its warnings once, not num_envs times
-            import_or_explain("mujoco", args.env_id).set_mju_user_warning(warnings.warn)
-        envs = vector(thunks, autoreset_mode=autoreset)
-    except (gym.error.Error, ImportError, NotImplementedError) as error:
-        close = [] if name in gym.registry else difflib.get_close_matches(name, gym.registry, cutoff=0.5)
-        mend = f"; close names: {', '.join(close)}" if close else ""
-        raise UsageError(f"cannot make --env-id {args.env_id}: {str(error).splitlines()[0]}{mend}") from error
-    if not isinstance(envs.single_observation_space, gym.spaces.Box):
-        raise UsageError(f"--env-id {args.env_id}: {envs.single_observation_space} is not a vector")
-    if args.capture_video and "rgb_array" not in envs.metadata.get("render_modes", []):
-        raise UsageError(f"--capture-video: {args.env_id} does not render pictures")
-    return envs
+        thunks = [lambda i=i: make_env(i) for i in range(num_envs)]
+        envs = VectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    if not isinstance(envs.single_observation_space, Box):
+        raise UsageError(f"{args.env_id} observes {envs.single_observation_space}, not a vector")
+    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
+def reset_envs(envs, agent, *key):
+    """Reset environments and noise by a key such as (seed, rank, iteration): where a rollout starts."""
+    *seeds, torch_seed = np.random.SeedSequence(key).generate_state(envs.num_envs + 1).tolist()
+    torch.manual_seed(torch_seed)
+    obs, infos = envs.reset(seed=seeds)
+    starts = torch.ones(1, envs.num_envs, device=agent.device)
+    rnn_state = starts.new_zeros(agent.num_states, envs.num_envs, agent.args.rnn_hidden)  # [D33]
+    return SimpleNamespace(obs=obs, rnn_state=rnn_state, starts=starts, mask=get_mask(infos, envs, agent),
+                           discounted_return=np.zeros(envs.num_envs))
 
-def categories(space):
-    """Number of choices of each action component, None for continuous actions.
+def get_mask(infos, envs, agent):
+    """Allowed choices (1, N, sum of choices): all where an environment does not say [X4]."""
+    mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
+    for i in np.flatnonzero(agent.args.mask_actions & infos.get("_action_mask", False)):
+        mask[0, i] = torch.from_numpy(np.hstack(infos["action_mask"][i]).astype(bool))
+    return mask.to(agent.device)
 
-    Discrete is MultiDiscrete of one component, a bit of MultiBinary two choices: one head for all [D37]."""
-    if isinstance(space, gym.spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        return None
-    if isinstance(space, gym.spaces.Discrete):
-        return [int(space.n)]
-    if isinstance(space, gym.spaces.MultiDiscrete):
-        return space.nvec.flatten().tolist()
-    if isinstance(space, gym.spaces.MultiBinary):
-        return [2] * int(np.prod(space.shape))
-    raise UsageError(f"actions {space} are not supported: Box, Discrete, MultiDiscrete and MultiBinary are")
-
-
-def action_map(space, args):
-    """Function from the policy's actions, a tensor (N, A), to what the environments take."""
-    if categories(space):
-        start = np.asarray(getattr(space, "start", 0), space.dtype)
-        return lambda action: action.cpu().numpy().astype(space.dtype).reshape(-1, *space.shape) + start
-    low, high = space.low.flatten(), space.high.flatten()
-    bounded = np.maximum(np.abs(low), np.abs(high)) < np.finfo(np.float32).max
-    squash = args.action_dist == "tanh-normal"
-    if squash and not bounded.all():
-        raise UsageError(f"--action-dist tanh-normal needs bounded actions, these are {space}: use normal")
-    scaled = bounded & (squash or args.scale_actions)
-    bottom, top = np.where(scaled, low, -1), np.where(scaled, high, 1)
-    middle, half = (bottom + top) / 2, (top - bottom) / 2
+def read_action_space(space, args):
+    """Number of choices per component, none for a Box [D37]; map from actions (N, A) to the env's."""
+    num_choices, offset, scale = [], getattr(space, "start", 0), 1
+    if isinstance(space, Discrete | MultiDiscrete):
+        num_choices = np.ravel(space.n if isinstance(space, Discrete) else space.nvec).tolist()
+    elif isinstance(space, MultiBinary):
+        num_choices = [2] * int(np.prod(space.shape))
+    elif isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
+        scaled = args.scale_actions & (np.abs([space.low, space.high]).max(0) < 1e30)
+        low, high = np.where(scaled, space.low, -1), np.where(scaled, space.high, 1)
+        offset, scale = (low + high) / 2, (high - low) / 2
+    else:
+        raise UsageError(f"{space} is none of Box, Discrete, MultiDiscrete and MultiBinary")
 
     def to_env(action):
-        action = middle + half * (action.tanh() if squash else action).cpu().numpy()
-        if args.clip_actions:  # [D27]
-            action = np.minimum(np.maximum(action, low), high)
-        return action.astype(space.dtype).reshape(-1, *space.shape)
+        action = offset + scale * action.cpu().numpy().reshape(-1, *space.shape)
+        if args.clip_actions and not num_choices:
+            action = action.clip(space.low, space.high)  # [D27]
+        return action.astype(space.dtype)
 
-    return to_env
-
-
-# ------------------------------------------------------------------------------------------------- networks
-
-
-def world_size():
-    """Number of processes that learn together [X2]."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-class SharedSum:
-    """Sums over the processes of one machine through memory that they share.
-
-    gloo's all-reduce puts threads to sleep and wakes them: 1 ms each time, more than a minibatch takes."""
-
-    def __init__(self, size, dtype):
-        shape = (2, world_size(), 1 + size)
-        with tempfile.NamedTemporaryFile() as file:
-            path = [file.name]
-            dist.broadcast_object_list(path)
-            memory = torch.from_file(path[0], shared=True, size=math.prod(shape), dtype=dtype)
-            dist.barrier()  # after that the file may go: the memory lives as long as somebody uses it
-        self.turn, self.rank, memory = 0, dist.get_rank(), memory.view(shape).numpy()
-        self.turns, self.rows = memory[..., 0], memory[..., 1:]
-
-    def __call__(self, x):
-        self.turn = (self.turn + 1) % 2**20  # float32 is exact so far
-        half = self.turn % 2  # one process may be a turn ahead while another still reads the other half
-        self.rows[half, self.rank] = x
-        self.turns[half, self.rank] = self.turn
-        while (self.turns[half] != self.turn).any():
-            pass  # to sleep would cost more than the wait
-        return self.rows[half].sum(0)
-
-
-shared_sum = functools.cache(SharedSum)
-
+    return num_choices, to_env
 
 @torch.compiler.disable
-def sum_over_ranks(x):
-    """Sum of a tensor over all processes, the same bits in each [X2]."""
-    if world_size() == 1:
-        return x
-    if x.device.type == "cpu" and os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        total = shared_sum(x.numel(), x.dtype)(x.numpy().ravel())
-        return torch.as_tensor(total).view(x.shape)
-    dist.all_reduce(x)
+def mean_over_ranks(x):
+    """Mean of a tensor over the processes of torchrun, in place [X2]."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+        x /= WORLD_SIZE
     return x
 
-
 class RunningMeanStd(nn.Module):
-    """Mean and variance of everything seen, by all environments and processes, in float64 [D28].
+    """Mean and variance of all that was seen, in float64: float32 freezes after 10^7 samples."""
 
-    In float32 they freeze after some 10^7 samples."""
-
-    def __init__(self, shape):
+    def __init__(self, *shape):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))
-        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
-        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.mean = nn.Buffer(torch.zeros(shape, dtype=torch.float64))
+        self.var = nn.Buffer(torch.ones(shape, dtype=torch.float64))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.float64))
 
     def _apply(self, fn, recurse=True):
-        return self  # stays on the CPU, where observations arrive: mps has no float64
+        return self  # Module.to calls it: stay on the CPU, as mps has no float64
 
     def update(self, x):
-        """Take in a batch (..., *shape), an array or tensor, by the parallel formula of Chan et al. 1979."""
-        x = torch.as_tensor(x).cpu().double().reshape(-1, *self.mean.shape)
-        n = sum_over_ranks(torch.tensor(float(len(x)), dtype=torch.float64))
-        mean = sum_over_ranks(x.sum(0)) / n
-        squares = sum_over_ranks((x - mean).square().sum(0))
+        """Add a batch (..., *shape) by the parallel formula of Chan et al. 1979."""
+        x = x.cpu().double().reshape(-1, *self.mean.shape)
+        mean, n = mean_over_ranks(x.mean(0)), len(x) * WORLD_SIZE
+        squares = mean_over_ranks((x - mean).square().sum(0)) * WORLD_SIZE
         delta, total = mean - self.mean, self.count + n
-        self.var.copy_((self.var * self.count + squares + delta**2 * self.count * n / total) / total)
+        squares += self.var * self.count + delta**2 * self.count * n / total
+        self.var.copy_(squares / total)
         self.mean += delta * n / total
-        self.count.copy_(total)
+        self.count += n
 
+    def std(self):
+        return (self.var + 1e-8).sqrt()
 
 def layer_init(layer, gain, args):
-    """Orthogonal weights with that gain and zero biases [D2], [D32] for recurrent layers."""
+    """Orthogonal weights and zero biases [D2], also of recurrent layers [D32]."""
     if args.ortho_init:
         for name, parameter in layer.named_parameters():
-            nn.init.orthogonal_(parameter, gain) if "weight" in name else nn.init.zeros_(parameter)
+            if "weight" in name:
+                nn.init.orthogonal_(parameter, gain)
+            else:
+                nn.init.zeros_(parameter)
     return layer
 
-
-def mlp(sizes, gain, args):
-    """Layers of those sizes [D26]; `gain` is that of the last, which has no activation (None: it has one)."""
+def mlp(features, widths, args):
+    """Hidden layers of these widths [D26]."""
     activation = nn.Tanh if args.activation == "tanh" else nn.ReLU
     layers = []
-    for i, (size, next_size) in enumerate(pairwise(sizes)):
-        head = gain is not None and i == len(sizes) - 2
-        layers.append(layer_init(nn.Linear(size, next_size), gain if head else 2**0.5, args))
-        layers += [] if head else [activation()]
+    for fan_in, fan_out in pairwise([features, *widths]):
+        layers += [layer_init(nn.Linear(fan_in, fan_out), 2**0.5, args), activation()]
     return nn.Sequential(*layers)
 
-
 class Agent(nn.Module):
-    """Policy, value function and every statistic that they need.
+    """Actor, critic and statistics. Observations are (L, S, O), actions (L, S, A), values (L, S); `rnn_state`
+    (K, S, H) is that before the first step; `starts` (L, S) is 1 where a step begins an episode."""
 
-    Observations (L, S, O) are sequences side by side; `state` (S, R) is the recurrent state before the first
-    step (R = 0 without rnn); `starts` (L, S) is 1 where a step begins an episode."""
-
-    def __init__(self, obs_dim, action_space, args):
+    def __init__(self, envs, args, device):
         super().__init__()
-        self.args, self.nvec, self.to_env = args, categories(action_space), action_map(action_space, args)
-        self.obs_rms = RunningMeanStd((obs_dim,))
-        self.reward_rms, self.value_rms = RunningMeanStd(()), RunningMeanStd(())
-        self.register_buffer("value_std", torch.ones(()))
-        self.rnn, self.state_size, features = None, 0, obs_dim
-        if args.rnn != "none":
-            layer = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](obs_dim, args.rnn_hidden)
-            self.rnn, features = layer_init(layer, 1.0, args), args.rnn_hidden
-            layer.flatten_parameters = lambda: None  # cuDNN's would move the weights elsewhere
-            self.state_size = args.rnn_hidden * (2 if args.rnn == "lstm" else 1)
-        self.num_outputs = sum(self.nvec) if self.nvec else int(np.prod(action_space.shape))
-        if not self.nvec and not args.state_dependent_std:
-            log_std = torch.full((self.num_outputs,), args.log_std_init)
-            self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
-        shared = [features, *args.hidden] if args.share_network else [features]  # [D13]
-        own = [shared[-1]] if args.share_network else [features, *args.hidden]
-        self.trunk = mlp(shared, None, args)
-        double = args.state_dependent_std and not self.nvec
-        self.actor = mlp([*own, self.num_outputs * (2 if double else 1)], 0.01, args)
-        self.critic = mlp([*own, 1], 1.0, args)
+        self.args, self.device, features = args, device, envs.single_observation_space.shape[0]
+        self.num_choices, self.to_env = read_action_space(envs.single_action_space, args)
+        self.obs_rms = RunningMeanStd(features)
+        self.reward_rms, self.value_rms = RunningMeanStd(), RunningMeanStd()
+        self.value_std = nn.Buffer(torch.ones(()))  # of returns, unit of the critic's output
+        self.num_outputs = sum(self.num_choices) or int(np.prod(envs.single_action_space.shape))
+        log_std = torch.full((self.num_outputs,), args.log_std_init)
+        self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
+        self.num_states = {"none": 0, "gru": 1, "lstm": 2}[args.rnn]  # K
+        if self.num_states:
+            layer = nn.GRU if args.rnn == "gru" else nn.LSTM
+            self.rnn = layer_init(layer(features, args.rnn_hidden), 1.0, args)
+            self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights
+            features = args.rnn_hidden
+        shared, own = (args.hidden, ()) if args.share_network else ((), args.hidden)  # [D13]
+        self.trunk = mlp(features, shared, args)
+        width, features = [features, *args.hidden][-1], [features, *shared][-1]
+        self.actor = mlp(features, own, args)
+        self.actor.append(layer_init(nn.Linear(width, self.num_outputs), 0.01, args))
+        self.critic = mlp(features, own, args)
+        self.critic.append(layer_init(nn.Linear(width, 1), 1.0, args))
+        self.to(device)
 
     def normalize(self, obs):
-        """The environments' observations (..., O) to the networks' input."""
+        """The environments' observations (..., O) as the networks' input."""
         if self.args.norm_obs:
-            obs = (obs - self.obs_rms.mean) / (self.obs_rms.var + 1e-8).sqrt()  # [D28]
+            obs = (obs.double() - self.obs_rms.mean) / self.obs_rms.std()  # [D28]
             if self.args.clip_obs:
                 obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)  # [D29]
-        return obs.float().to(self.value_std.device)
+        return obs.float().to(self.device)
 
-    def features(self, obs, state, starts):
-        """Output of the shared layers (L, S, F), and the recurrent state after the last step (S, R)."""
-        if self.rnn is None:
-            return self.trunk(obs), state
-        # One call for each stretch of steps in which no sequence begins an episode.
+    def encode(self, obs, rnn_state, starts):
+        """Input (L, S, F) of actor and critic, and the RNN state after the last step."""
+        if not self.num_states:
+            return self.trunk(obs), rnn_state
+        # One RNN call per stretch of steps in which no sequence begins an episode.
         cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
         outputs = []
         for begin, end in pairwise(cuts):
             if self.args.rnn_reset:
-                state = state * (1 - starts[begin].unsqueeze(-1))  # [D34]
-            if self.args.rnn == "lstm":
-                hidden, cell = (part.contiguous() for part in state[None].chunk(2, -1))
-                output, parts = self.rnn(obs[begin:end], (hidden, cell))
-                state = torch.cat(parts, -1)[0]
-            else:
-                output, state = self.rnn(obs[begin:end], state[None])
-                state = state[0]
+                rnn_state = rnn_state * (1 - starts[begin])[:, None]  # [D34]
+            hidden = rnn_state.split(1) if self.args.rnn == "lstm" else rnn_state
+            output, hidden = self.rnn(obs[begin:end], hidden)
+            rnn_state = torch.cat(hidden) if self.args.rnn == "lstm" else hidden
             outputs.append(output)
-        return self.trunk(torch.cat(outputs)), state
+        return self.trunk(torch.cat(outputs)), rnn_state
 
-    def get_value(self, obs, state, starts):
-        """Values (L, S) in units of returns."""
-        return self.critic(self.features(obs, state, starts)[0]).squeeze(-1) * self.value_std
+    def get_value(self, obs, rnn_state, starts):
+        """Values in units of returns."""
+        return self.critic(self.encode(obs, rnn_state, starts)[0]).squeeze(-1) * self.value_std
 
-    def draw_noise(self, *shape):
-        """What makes an action random: standard normal, or Gumbel for choices, (*shape, number of outputs).
+    def act(self, raw_obs, rnn_state, starts, mask, noise):
+        """Normalized observations (1, N, O) of raw ones (N, O), and what forward returns for them."""
+        obs = self.normalize(raw_obs)[None]
+        return obs, *self(obs, rnn_state, starts, mask, None, noise)
 
-        Drawn for a whole rollout at once: a generator in the compiled graph costs more than the networks."""
-        noise = torch.empty(*shape, self.num_outputs, device=self.value_std.device)
-        return -noise.exponential_().log() if self.nvec else noise.normal_()
-
-    def act(self, obs, state, starts, mask, noise):
-        """The input made of the environments' observations (N, O), before what forward returns for it."""
-        obs = self.normalize(obs).unsqueeze(0)
-        return obs, *self(obs, state, starts, mask, None, noise)
-
-    def forward(self, obs, state, starts, mask=None, action=None, noise=0.0):
-        """Act with that noise (0: the likeliest action), or evaluate `action` (L, S, A) again.
-
-        Returns action (L, S, A), its log-probability, entropy and value (L, S), and the next state (S, R)."""
-        features, state = self.features(obs, state, starts)
-        output, value = self.actor(features), self.critic(features).squeeze(-1) * self.value_std
-        distribution = self.categorical if self.nvec else self.gaussian
-        return *distribution(output, mask, action, noise), value, state
-
-    def categorical(self, logits, mask, action, noise):
-        """Independent choices: log-probabilities and entropies add up [D37]."""
-        if mask is not None:
-            logits = torch.where(mask, logits, -1e8)  # [X4]
-        parts = [Categorical(logits=part, validate_args=False) for part in logits.split(self.nvec, -1)]
+    def forward(self, obs, rnn_state, starts, mask, action=None, noise=0.0):
+        """Sample with this noise (0: the most likely action), or evaluate the actions given.
+        Returns action, log-probability, entropy, value and the next RNN state."""
+        features, rnn_state = self.encode(obs, rnn_state, starts)
+        output = self.actor(features)
+        value = self.critic(features).squeeze(-1) * self.value_std
+        if self.num_choices:  # independent choices: log-probabilities and entropies add up [D37]
+            logits = torch.where(mask, output, -1e8)  # [X4]
+            if action is None:
+                noisy = (logits + noise).split(self.num_choices, -1)
+                action = torch.stack([x.argmax(-1) for x in noisy], -1)
+            logits = logits.split(self.num_choices, -1)
+            parts = [Categorical(logits=x, validate_args=False) for x in logits]
+            logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
+            return action, logprob, sum(p.entropy() for p in parts), value, rnn_state
+        # Independent Gaussians [D23, D25]. Beyond the action bounds log_std gets no gradient: clamp it.
+        normal = Normal(output, self.log_std.clamp(-5, 2).exp(), validate_args=False)
         if action is None:
-            action = torch.stack([part.argmax(-1) for part in (logits + noise).split(self.nvec, -1)], -1)
-        logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
-        return action, logprob, sum(p.entropy() for p in parts)
+            action = output + normal.stddev * noise
+        return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value, rnn_state
 
-    def gaussian(self, mean, mask, action, noise):
-        """Independent Gaussians [D23], [D25].
-
-        A squashed action is stored as what goes into the tanh: its density stays exact at the bounds."""
-        mean, log_std = mean.chunk(2, -1) if self.args.state_dependent_std else (mean, self.log_std)
-        if self.args.state_dependent_std:
-            log_std = log_std + self.args.log_std_init
-        # Clipped actions give no gradient that would hold the deviation: keep it from running away.
-        normal = Normal(mean, log_std.clamp(-5, 2).exp(), validate_args=False)
-        if action is None:
-            action = mean + normal.stddev * noise
-        logprob, entropy = normal.log_prob(action), normal.entropy()
-        if self.args.action_dist == "tanh-normal":  # change of variables; the entropy by one sample
-            logprob = logprob - log_tanh_slope(action)
-            entropy = entropy + log_tanh_slope(normal.rsample())
-        return action, logprob.sum(-1), entropy.sum(-1)
-
-
-def log_tanh_slope(x):
-    """log of d tanh(x) / dx = log(1 - tanh(x)^2), exact also where the tanh is 1 in float32."""
-    return 2 * (np.log(2) - x - nn.functional.softplus(-2 * x))
-
-
-# ------------------------------------------------------------------------------------------------ algorithm
-
-
-def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
-    """Generalised advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. All arguments (T, N).
-
-    `next_values[t]` is the value of the state that action t led to, also where the episode was cut there."""
-    deltas = rewards + gamma * next_values * (1 - terminated) - values
-    decays = gamma * gae_lambda * (1 - done)
-    advantages, advantage = [], torch.zeros_like(deltas[0])
+def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
+    """Generalized advantage estimates (T, N) (Schulman et al. 2016, equation 16) [D5]. `last_value` (1, N) is
+    V after the rollout; `final_values` (T, N) V of what ended an episode: 0, or V(s) at a time limit."""
+    next_values = torch.where(dones.bool(), final_values, torch.cat([values[1:], last_value]))
+    deltas = rewards + gamma * next_values - values
+    decays = gamma * gae_lambda * (1 - dones)
+    advantages, advantage = [], torch.zeros_like(last_value[0])
     for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
-        advantage = torch.addcmul(delta, decay, advantage)
+        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage in one call
         advantages.append(advantage)
     return torch.stack(advantages[::-1])
 
+BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
+LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
-def normalize_rewards(rewards, done, running, agent):
-    """Rewards (T, N) over the deviation of the discounted return [D30], clipped [D31].
-
-    `running` (N,) is the return so far and goes on in place."""
-    returns, clip = [], agent.args.clip_reward
-    for reward, end in zip(rewards, done, strict=True):
-        returns.append(running.mul_(agent.args.gamma).add_(reward).clone())
-        running *= 1 - end
-    agent.reward_rms.update(torch.cat(returns))
-    rewards = rewards / (agent.reward_rms.var + 1e-8).sqrt().float().to(rewards.device)
-    return rewards.clamp(-clip, clip) if clip else rewards
-
-
-def normalize_advantages(advantages):
-    """Mean 0, deviation 1 [D7]."""
-    return (advantages - advantages.mean()) / (advantages.std() + 1e-8)
-
-
-# [D12]
-METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
-LOGGED = (*METRICS, "explained_variance", "epochs")
-
-
-def ppo_loss(newlogprob, entropy, newvalue, mb, hyper, value_std, args):
-    """Clipped surrogate, value loss and entropy bonus (Schulman et al. 2017, equation 9) [D8], [D9], [D10].
-
-    The new quantities and those of the minibatch `mb` are (L, M). Returns the loss and the first METRICS."""
-    _, clip_coef, ent_coef, vf_coef = hyper.unbind()
-    advantages = mb["advantages"]
-    if args.norm_adv and args.norm_adv_scope == "minibatch":
-        advantages = normalize_advantages(advantages)
-    logratio = newlogprob - mb["logprobs"]
-    ratio = logratio.exp()
-    clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-    pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()  # [D8]
-    error = ((newvalue - mb["returns"]) / value_std).square()
-    if args.clip_vloss:  # [D9]
-        change = (newvalue - mb["values"]) / value_std
-        near = mb["values"] + change.clamp(-clip_coef, clip_coef) * value_std
-        error = torch.max(error, ((near - mb["returns"]) / value_std).square())
-    v_loss = 0.5 * error.mean()
-    entropy = entropy.mean()
-    loss = pg_loss - ent_coef * entropy + vf_coef * v_loss  # [D10]
-    clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
-    # KL estimators k1 and k3 of Schulman's note: -log r, and r - 1 - log r, which is never negative.
-    metrics = (pg_loss, v_loss, entropy, -logratio.mean(), (ratio - 1 - logratio).mean(), clipfrac)
-    return loss, torch.stack([m.detach() for m in metrics])
-
-
-def flatten_parameters(agent):
-    """Optimiser state over one vector of all parameters, which the agent's own become views of.
-
-    One vector makes the gradient's norm, Adam and the all-reduce one operation each."""
-    params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-    for parameter, view in zip(agent.parameters(), parameter_views(agent, params).values(), strict=True):
-        parameter.data = view
-    moments = {name: torch.zeros_like(params) for name in ("exp_avg", "exp_avg_sq")}
-    return {"params": params, **moments, "bias": params.new_zeros(2)}
-
-
-def parameter_views(agent, params):
-    """Parameters by name, as views of one vector."""
-    sizes = [p.numel() for p in agent.parameters()]
-    named = zip(agent.named_parameters(), params.split(sizes), strict=True)
-    return {name: part.view(p.shape) for (name, p), part in named}
-
-
-def adam_step(opt, grad, learning_rate, eps, betas=(0.9, 0.999)):
-    """Adam (Kingma and Ba 2015, algorithm 1) in place, as torch.optim.Adam computes it [D3].
-
-    1 - beta^t is the same moving average, of ones: pow(), fused into the loop, would double its time."""
-    opt["exp_avg"].lerp_(grad, 1 - betas[0])
-    opt["exp_avg_sq"].lerp_(grad.square(), 1 - betas[1])
-    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * (1 - grad.new_tensor(betas))).unbind()
-    deviation = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()
-    opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (deviation + eps))
-
-
-def train_step(agent, opt, batch, state, index, hyper, metrics):
-    """One optimiser step on sequences `index` (M,) of the batch (L, S, ...), in place; adds to `metrics`."""
+def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
+    """One optimizer step on the sequences `index` (M,) of the batch (L, S, ...); adds LOSSES to `losses`.
+    As all parameters are views of one vector, gradient norm, Adam and all-reduce are an operation each."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-
-    def loss_of(params):
-        inputs = (mb["obs"], state[index], mb["starts"], mb.get("mask"), mb["actions"])
-        _, newlogprob, entropy, newvalue, _ = functional_call(agent, parameter_views(agent, params), inputs)
-        return ppo_loss(newlogprob, entropy, newvalue, mb, hyper, agent.value_std, args)
+    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # Python floats would be compiled in
+    weights = dict(agent.named_parameters())
+    def loss_of(params):  # equation 9 of Schulman et al. 2017
+        parts = params.split([p.numel() for p in weights.values()])
+        views = {name: part.view(p.shape)  # view_as(p) would make p an input of the graph
+                 for (name, p), part in zip(weights.items(), parts, strict=True)}
+        inputs = mb["obs"], rnn_states[:, index], mb["starts"], mb["mask"], mb["actions"]
+        _, newlogprob, entropy, newvalue, _ = torch.func.functional_call(agent, views, inputs)  # (L, M)
+        mb_advantages = mb["advantages"]
+        if args.norm_adv:  # [D7]
+            mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
+        # Policy loss [D8]
+        logratio = newlogprob - mb["logprobs"]
+        ratio = logratio.exp()
+        clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+        pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
+        # Value loss
+        v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
+        if args.clip_vloss:  # [D9]
+            change = ((newvalue - mb["values"]) / agent.value_std).clamp(-clip_coef, clip_coef)
+            v_clipped = mb["values"] + change * agent.value_std
+            v_loss = torch.max(v_loss, ((v_clipped - mb["returns"]) / agent.value_std).square())
+        v_loss = 0.5 * v_loss.mean()
+        entropy = entropy.mean()
+        loss = pg_loss - ent_coef * entropy + vf_coef * v_loss  # [D10]
+        approx_kl = (ratio - 1 - logratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html
+        clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
+        debug = torch.stack([pg_loss, v_loss, entropy, -logratio.mean(), approx_kl, clipfrac])  # [D12]
+        return loss, debug.detach()
 
     if args.rnn == "none":
-        grad, step_metrics = torch.func.grad(loss_of, has_aux=True)(opt["params"])
-    else:  # torch.func would differentiate a recurrent layer step by step, and cuDNN's not at all
+        grad, debug = torch.func.grad(loss_of, has_aux=True)(opt["params"])
+    else:  # torch.func is slow with recurrent layers and fails with cuDNN's
         with torch.enable_grad():
             params = opt["params"].detach().requires_grad_()
-            loss, step_metrics = loss_of(params)
-        grad = torch.autograd.grad(loss, params)[0]
-    if world_size() > 1:
-        grad = sum_over_ranks(grad) / world_size()
+            loss, debug = loss_of(params)
+        grad, = torch.autograd.grad(loss, params)
+    if WORLD_SIZE > 1:  # unguarded, the call would split the compiled graph
+        grad = mean_over_ranks(grad)
     norm = grad.norm()
+    losses.add_(torch.cat([debug, norm[None]]))
     if args.max_grad_norm:
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
-    adam_step(opt, grad, hyper[0], args.adam_eps)
-    metrics.add_(torch.cat([step_metrics, norm.view(1)]))
 
-
-# ---------------------------------------------------------------------------------------- rollout and update
-
-
-def reset_stream(envs, agent, seeds):
-    """Reset the environments: where they stand between one step, or one rollout, and the next."""
-    device, n = agent.value_std.device, envs.num_envs
-    obs, infos = envs.reset(seed=seeds)
-    return SimpleNamespace(obs=obs, mask=get_mask(infos, agent), starts=torch.ones(1, n, device=device),
-                           state=torch.zeros(n, agent.state_size, device=device),  # [D33]
-                           discounted=torch.zeros(n, device=device),
-                           episode_return=np.zeros(n), episode_length=np.zeros(n, int))
-
-
-def get_mask(infos, agent):
-    """Which choices are allowed (1, N, sum of choices), None where the environment does not say [X4]."""
-    if "action_mask" not in infos or not agent.args.mask_actions:
-        return None
-    mask = torch.as_tensor(np.stack(infos["action_mask"]).astype(bool), device=agent.value_std.device)
-    return mask.flatten(1).unsqueeze(0)
-
+    # Adam (Kingma and Ba 2015, algorithm 1) [D3]
+    opt["exp_avg"].lerp_(grad, 0.1)
+    opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
+    # 1 - beta^t as a moving average of ones: pow() in the fused loop would double its time.
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * grad.new_tensor([0.1, 0.001])).unbind()
+    std = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()  # a division per element would be slower
+    opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (std + args.adam_eps))
 
 @torch.no_grad()
-def collect(envs, agent, act, stream):
-    """Play num_steps steps [D1].
-
-    Returns the rollout, tensors (T, N, ...), raw observations and (return, length) of finished episodes."""
-    raw_obs, steps, states, results, cuts, cut_obs, episodes = [], [], [], [], [], [], []
-    for t, noise in enumerate(agent.draw_noise(agent.args.num_steps, 1, envs.num_envs)):
-        raw_obs.append(stream.obs)
-        now = stream.state, stream.starts, stream.mask
-        obs, action, logprob, _, value, state = act(torch.from_numpy(stream.obs), *now, noise)
-        next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
+def rollout(envs, agent, act, env_state, noise_scale=1.0):
+    """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
+    Returns data (T, N, ...), and (environment, return, length) of each episode that ended."""
+    args, T, N = agent.args, agent.args.num_steps, envs.num_envs
+    noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)  # in the compiled graph: slow
+    noise = -noise.exponential_().log() if agent.num_choices else noise.normal_()  # Gumbel or normal
+    noise *= noise_scale
+    steps, episodes = [], []
+    rewards, dones, final_values = torch.zeros(3, T, N)
+    for t in range(T):
+        raw_obs, rnn_state = torch.from_numpy(env_state.obs), env_state.rnn_state
+        starts, mask = env_state.starts, env_state.mask
+        obs, action, logprob, _, value, next_state = act(raw_obs, rnn_state, starts, mask, noise[t])
+        steps.append({"raw_obs": raw_obs[None], "obs": obs, "actions": action, "logprobs": logprob,
+                      "values": value, "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
+        env_state.obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
         done = terminated | truncated
-        step = {"obs": obs, "actions": action, "logprobs": logprob, "values": value, "starts": stream.starts}
-        steps.append(step if stream.mask is None else step | {"mask": stream.mask})
-        states.append(stream.state)
-        results.append((reward, terminated if agent.args.truncation_bootstrap else done, done))
-        stream.episode_return += reward
-        stream.episode_length += 1
         for n in np.flatnonzero(done):
-            episodes.append((float(stream.episode_return[n]), int(stream.episode_length[n])))
-            stream.episode_return[n], stream.episode_length[n] = 0, 0
-            if not terminated[n]:
-                cuts.append((t, n, state[n]))
-                cut_obs.append(infos["final_obs"][n])
-        stream.obs, stream.state, stream.mask = next_obs, state, get_mask(infos, agent)
-        stream.starts = torch.as_tensor(done[None], dtype=torch.float32, device=obs.device)
-    rollout = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
-    rollout["states"] = torch.stack(states)
-    results = torch.as_tensor(np.array(results, np.float32), device=obs.device).unbind(1)
-    rollout |= zip(("rewards", "terminated", "done"), results, strict=True)
-    # States in which the rollout or an episode was cut: what next_values needs beside the values.
-    rollout["cuts"] = torch.tensor([(t, n) for t, n, _ in cuts], dtype=torch.long).view(-1, 2)
-    rollout["cut_obs"] = agent.normalize(torch.from_numpy(np.stack([*stream.obs, *cut_obs])))
-    rollout["cut_state"] = torch.stack([*stream.state, *(state for *_, state in cuts)])
-    rollout["cut_starts"] = torch.cat([stream.starts, stream.starts.new_zeros(1, len(cuts))], 1)
-    return rollout, np.stack(raw_obs), episodes
-
-
-def next_values(agent, rollout, values):
-    """Values (T, N) of the states that the actions led to; `values` (T, N) are those of the states before."""
-    cut_values = agent.get_value(rollout["cut_obs"][None], rollout["cut_state"], rollout["cut_starts"])[0]
-    num_envs = values.shape[1]
-    result = torch.cat([values[1:], cut_values[None, :num_envs]])
-    t, n = rollout["cuts"].unbind(1)
-    result[t, n] = cut_values[num_envs:]
-    return result
-
-
-def to_sequences(x, length):
-    """(T, N, ...) to S = N * T / length sequences side by side, (length, S, ...) [D35]."""
-    return x.unflatten(0, (-1, length)).transpose(0, 1).flatten(1, 2)
-
+            episodes.append((n.item(), *(infos["episode"][key][n].item() for key in ("r", "l"))))
+            if args.truncation_bootstrap and not terminated[n]:  # a time limit is no terminal state
+                final_obs = agent.normalize(torch.from_numpy(infos["final_obs"][n]))[None, None]
+                final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
+        if args.norm_reward and agent.training:
+            env_state.discounted_return = env_state.discounted_return * args.gamma + reward
+            agent.reward_rms.update(torch.from_numpy(env_state.discounted_return))
+            env_state.discounted_return *= ~done
+            clip = args.clip_reward or np.inf
+            reward = (reward / agent.reward_rms.std().item()).clip(-clip, clip)  # [D30, D31]
+        rewards[t], dones[t] = torch.from_numpy(reward), torch.from_numpy(done)
+        env_state.rnn_state, env_state.mask = next_state, get_mask(infos, envs, agent)
+        env_state.starts = dones[t : t + 1].to(agent.device)
+    data = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
+    outcome = {"rewards": rewards, "dones": dones, "final_values": final_values}
+    return data | {name: x.to(agent.device) for name, x in outcome.items()}, episodes
 
 @torch.no_grad()
-def update(agent, opt, rollout, stream, hyper, step):
-    """Learn from one rollout by `step`, which is train_step. Returns METRICS, means over all minibatches."""
-    args, device = agent.args, agent.value_std.device
-    rewards, values, length = rollout["rewards"], rollout["values"], args.seq_len
-    if args.norm_reward:
-        rewards = normalize_rewards(rewards, rollout["done"], stream.discounted, agent)
-    numbers = [hyper[name] for name in ("learning_rate", "clip_coef", "ent_coef", "vf_coef")]
-    numbers = torch.tensor(numbers, device=device)  # no floats, for which the graph would be compiled anew
-    metrics, steps = torch.zeros(len(METRICS), device=device), 0
-    state = rollout["states"][::length].flatten(0, 1)
-    for epoch in range(hyper["update_epochs"]):
-        if epoch and args.recompute_adv:
-            values = agent.get_value(rollout["obs"], rollout["states"][0], rollout["starts"])
-        if not epoch or args.recompute_adv:
-            advantages = compute_gae(rewards, values, next_values(agent, rollout, values),
-                                     rollout["terminated"], rollout["done"], args.gamma,
-                                     args.gae_lambda if args.gae else 1.0)
-            returns = advantages + values  # TD(lambda) [D5]
-            if args.norm_value and not epoch:
-                agent.value_rms.update(returns.flatten())
-                agent.value_std.copy_((agent.value_rms.var + 1e-8).sqrt())
-            if args.norm_adv and args.norm_adv_scope == "batch":
-                advantages = normalize_advantages(advantages)
-            names = [k for k in ("obs", "actions", "logprobs", "values", "starts", "mask") if k in rollout]
-            arrays = {k: rollout[k] for k in names} | {"advantages": advantages, "returns": returns}
-            batch = {name: to_sequences(x, length) for name, x in arrays.items()}
-        before = metrics.clone()
-        for index in torch.randperm(len(state), device=device).chunk(args.num_minibatches):  # [D6]
-            step(agent, opt, batch, state, index, numbers, metrics)
-            steps += 1
-        if hyper["target_kl"] is not None:  # [X3]; the same in all processes, or one would wait for ever
-            kl = sum_over_ranks(metrics - before)[METRICS.index("approx_kl")] / args.num_minibatches
-            if kl / world_size() > hyper["target_kl"]:
+def train(args, checkpoint=None):
+    """Train from the start or from a checkpoint, then evaluate. Returns summary.json's content."""
+    device = set_up_torch(args)
+    envs = make_envs(args, args.num_envs)
+    agent, opt = make_agent(envs, args, device, checkpoint)
+    if args.evaluate is not None:
+        return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
+    act, step = agent.act, train_step
+    compiled = args.compile and args.rnn == "none" and shutil.which("g++")  # an RNN's graph changes
+    if compiled:
+        options = {"cpp_wrapper": device.type == "cpu",
+                   "guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
+        act, step = torch.compile(act, options=options), torch.compile(step, options=options)
+    batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
+    progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
+    progress |= checkpoint["progress"] if checkpoint else {}
+    num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
+    if num_iterations < max(1, progress["iteration"]):
+        raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size}")
+    # A checkpoint resets the environments: more of them would cut most episodes.
+    save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.num_steps)
+    log = RunLog(args, progress["global_step"]) if RANK == 0 else None
+    env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
+    if args.norm_obs and not checkpoint:  # not counted: the policy shall never see raw observations
+        agent.obs_rms.update(rollout(envs, agent, act, env_state)[0]["raw_obs"])
+    last_time = time.perf_counter()
+    for iteration in range(progress["iteration"] + 1, num_iterations + 1):
+        args = read_live(args, log, progress["global_step"])
+        remaining = 1 - (iteration - 1) / num_iterations
+        learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)  # [D4]
+        clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
+        coefs = torch.tensor([learning_rate, clip_coef, args.ent_coef, args.vf_coef], device=device)
+
+        # Rollout
+        data, episodes = rollout(envs, agent, act, env_state)
+
+        # Advantages and updates
+        last_obs = agent.normalize(torch.from_numpy(env_state.obs))[None]  # (1, N, O)
+        initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
+        losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
+        for epoch in range(args.update_epochs):
+            values = data["values"]
+            if epoch > 0 and args.recompute_adv:
+                values = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
+            if epoch == 0 or args.recompute_adv:
+                last_value = agent.get_value(last_obs, env_state.rnn_state, env_state.starts)
+                advantages = compute_gae(data["rewards"], values, last_value, data["final_values"],
+                                         data["dones"], args.gamma, args.gae_lambda)
+                returns = advantages + values  # TD(lambda) [D5]
+                if args.norm_value and epoch == 0:
+                    agent.value_rms.update(returns.flatten())
+                    agent.value_std.copy_(agent.value_rms.std())
+                batch = data | {"advantages": advantages, "returns": returns}
+                batch = {name: batch[name].unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2)
+                         for name in BATCH}  # (T, N, ...) to (L, S, ...) [D35]
+            before = losses.clone()
+            shuffled = torch.randperm(initial_states.shape[1], device=device)
+            for index in shuffled.chunk(args.num_minibatches):  # [D6]
+                step(agent, opt, batch, initial_states, index, coefs, losses)
+                num_updates += 1
+            kl = mean_over_ranks(losses - before)[LOSSES.index("approx_kl")] / args.num_minibatches
+            if args.target_kl is not None and kl > args.target_kl:  # [X3]
                 break
-    means = sum_over_ranks(metrics) / steps / world_size()
-    result = dict(zip(METRICS, means.tolist(), strict=True))
-    result["explained_variance"] = 1 - ((returns - rollout["values"]).var() / (returns.var() + 1e-8)).item()
-    result["epochs"] = steps // args.num_minibatches
-    return result
+        agent.obs_rms.update(data["raw_obs"])  # [D28]
 
+        # Log and save
+        seconds = time.perf_counter() - last_time
+        last_time += seconds
+        progress = {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
+                    "seconds": progress["seconds"] + seconds,
+                    "episodes": (progress["episodes"] + episodes)[-100:]}
+        unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
+        means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
+                 **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
+        for name, x in {**means, "observations": data["raw_obs"], "rewards": data["rewards"]}.items():
+            if not torch.as_tensor(x).isfinite().all():
+                raise FloatingPointError(f"{name} not finite in iteration {iteration}")
+        if log:
+            log.write(progress, {"learning_rate": learning_rate, "SPS": batch_size / seconds}, means)
+        if iteration % save_every == 0 or iteration == num_iterations:
+            if log:
+                log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt)
+            env_state = reset_envs(envs, agent, args.seed, RANK, iteration)
+    return log.finish(agent, progress) if log else None
 
-# ------------------------------------------------------------------------------------ evaluation, checkpoint
+# ----------------------- bookkeeping from here: nothing below is needed to understand the algorithm
 
-
-def derive_seeds(*key, n):
-    """`n` independent seeds from a key such as (seed, rank, iteration): no two streams share one."""
-    return [int(seed) for seed in np.random.SeedSequence(key).generate_state(n)]
-
-
-EVALUATION = 2**31  # takes the rank's place in the key of evaluation seeds
-
-
-@torch.no_grad()
-def evaluate(agent, greedy, video_dir=None):
-    """Raw returns of one full episode in each of eval_episodes environments, statistics frozen."""
-    args, num_envs = agent.args, agent.args.eval_episodes
-    envs = make_envs(args, num_envs, video_dir, VECTORS[args.vector_env])
-    seeds = derive_seeds(args.seed, EVALUATION, n=num_envs + 1)
-    torch.manual_seed(seeds.pop())
-    stream = reset_stream(envs, agent, seeds)
-    running = np.ones(num_envs, bool)
-    while running.any():
-        noise = 0.0 if greedy else agent.draw_noise(1, num_envs)
-        now = stream.state, stream.starts, stream.mask
-        _, action, *_, stream.state = agent.act(torch.from_numpy(stream.obs), *now, noise)
-        stream.obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action[0]))
-        stream.mask = get_mask(infos, agent)
-        stream.starts = torch.zeros_like(stream.starts)
-        stream.episode_return += reward * running
-        running &= ~(terminated | truncated)
-    envs.close()
-    return stream.episode_return
-
-
-def report_evaluation(agent, run_dir):
-    """Evaluate deterministic, then sampled actions, and print both. Returns summary.json's numbers."""
-    summary = {"eval_episodes": agent.args.eval_episodes}
-    for greedy, name in ((True, "eval"), (False, "eval_sampled")):
-        video_dir = str(run_dir / "videos") if agent.args.capture_video and greedy else None
-        x = evaluate(agent, greedy, video_dir)
-        summary |= {f"{name}_mean": float(x.mean()), f"{name}_std": float(x.std())}
-        print(f"{'deterministic' if greedy else 'sampled'} actions, {len(x)} episodes: "
-              f"return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
+def evaluate(agent, run_dir, global_step):
+    """Play eval_episodes full episodes, one per environment, with deterministic, then sampled actions.
+    Raw rewards, frozen statistics, seeds of their own. Returns the numbers for summary.json."""
+    agent.eval()  # freezes the statistics of rewards
+    args, N, summary = agent.args, agent.args.eval_episodes, {"eval_episodes": agent.args.eval_episodes}
+    for name, kind, noise_scale in (("eval", "deterministic", 0.0), ("eval_sampled", "sampled", 1.0)):
+        print(f"{args.env_id} after {global_step:,} steps: evaluating {N} episodes, {kind} actions")
+        envs = make_envs(args, N, run_dir / "videos" if args.capture_video and not noise_scale else None)
+        env_state, returns = reset_envs(envs, agent, args.seed, 2**31), {}  # 2**31 is no rank
+        limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
+        for _ in tqdm(range(0, limit, args.num_steps), leave=False, disable=None):
+            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise_scale)[1]:
+                returns.setdefault(n, episodic_return)  # the first episode of each environment
+            if len(returns) == N:
+                break
+        else:
+            print(f"  {N - len(returns)} episodes without an end were cut after {limit} steps")
+        envs.close()
+        x = np.array([returns.get(n, envs.episode_returns[n]) for n in range(N)])
+        summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
+        print(f"  return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
     return summary
 
-
-def save_checkpoint(run_dir, agent, at, **state):
-    """Replace checkpoint.pt in one step: a kill at any moment leaves the old one or the new one."""
-    content = {"script": SCRIPT, "args": asdict(agent.args), "at": vars(at), "agent": agent.state_dict()}
-    content |= state
-    with open(run_dir / "checkpoint.tmp", "wb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-
-
-def load_checkpoint(run_dir):
-    """Content of a run's checkpoint.pt: plain tensors and numbers only."""
-    path = Path(run_dir) / "checkpoint.pt"
-    if not path.is_file():
-        raise UsageError(f"no checkpoint {path}: give the folder of a run that has written one")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        script, saved, *_ = (checkpoint[name] for name in ("script", "args", "at", "agent", "opt"))
-    except Exception as error:
-        raise UsageError(f"{path} is damaged or no checkpoint ({type(error).__name__})") from error
-    if script != SCRIPT:
-        raise UsageError(f"{path} was written by {script}.py: use that script")
-    if saved.keys() != vars(Args()).keys():
-        raise UsageError(f"{path} was written by a {SCRIPT}.py with other flags: use that one")
-    return checkpoint
-
-
-# ------------------------------------------------------------------------------------------------- training
-
-
-def start_tracking(args, run_dir):
-    """Send Weights & Biases what TensorBoard gets."""
-    wandb = import_or_explain("wandb", "--track")
-    try:
-        wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
-                   dir=str(run_dir), config=asdict(args), sync_tensorboard=True)
-    except wandb.Error as error:
-        raise UsageError(f"--track: {error}") from error
-
-
-class RunLog:
-    """metrics.csv, TensorBoard, Weights & Biases and the console of a run that goes on after `rows`."""
-
-    CHARTS = ("episodic_return", "episodic_length", "learning_rate", "SPS")
-    COLUMNS = ("global_step", "seconds", *CHARTS, *LOGGED)
-
-    def __init__(self, run_dir, args, rows):
-        self.run_dir, self.rows, done = run_dir, rows, rows[-1][0] if rows else 0
-        git = f"git -C '{Path(__file__).parent}' rev-parse HEAD 2> {os.devnull}"
-        commit = subprocess.run(git, shell=True, capture_output=True, text=True).stdout.strip()
-        names = {"torch", "numpy", "gymnasium", "mujoco", "ale_py"} & sys.modules.keys()
-        about = {name: sys.modules[name].__version__ for name in sorted(names)}
-        about |= {"git_commit": commit or None, "script": SCRIPT}
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
-            (run_dir / "summary.json").unlink(missing_ok=True)  # of a run that goes on
-        except OSError as error:
-            raise UsageError(f"--run-dir {run_dir}: {error.strerror}") from error
-        if args.track:
-            start_tracking(args, run_dir)
-        self.writer = SummaryWriter(str(run_dir), purge_step=done + 1)
-        self.file = open(run_dir / "metrics.csv", "w", buffering=1)  # noqa: SIM115
-        self.file.writelines(",".join(map(str, row)) + "\n" for row in (self.COLUMNS, *rows))
-        self.bar = tqdm(total=args.total_timesteps, initial=done, unit=" steps",
-                        disable=not sys.stderr.isatty())
-
-    def log(self, at, numbers, milestone):
-        """Write one iteration's numbers. Without a terminal only milestones are printed."""
-        returns, lengths = np.mean(at.recent, 0).tolist() if at.recent else (float("nan"), float("nan"))
-        numbers |= {"global_step": at.global_step, "seconds": at.seconds,
-                    "episodic_return": returns, "episodic_length": lengths}
-        self.rows.append([numbers[name] for name in self.COLUMNS])
-        self.file.write(",".join(map(str, self.rows[-1])) + "\n")
-        for name in self.COLUMNS[2:]:
-            group = "charts" if name in self.CHARTS else "losses"
-            self.writer.add_scalar(f"{group}/{name}", numbers[name], numbers["global_step"])
-        self.bar.set_postfix_str(f"return {returns:.1f}", refresh=False)
-        self.bar.update(at.global_step - self.bar.n)
-        if self.bar.disable and milestone:
-            print(f"{at.global_step} steps, {numbers['SPS']:.0f} steps/s, return {returns:.1f}", flush=True)
-
-    def close(self, summary=None):
-        """Close the files; `summary` goes into summary.json."""
-        self.bar.close()
-        self.file.close()
-        if summary:
-            self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
-            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.close()
-
-
-LIVE = ("learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl")
-
-
-def read_live(path, seen, values, global_step):
-    """Take changes from live.json into `values`. Returns its modification time, next time's `seen`."""
-    modified = None
-    try:
-        modified = path.stat().st_mtime_ns
-        if modified == seen:
-            return seen
-        changes = dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        tqdm.write(f"live.json ignored: {error}")
-        return modified
-    for name, value in changes.items():
-        number = type(value) is int or (type(value) is float and name != "update_epochs")
-        valid = (number and 0 < value < sys.float_info.max) or (value == 0 and name.endswith("coef"))
-        if name not in LIVE or not (valid or (name == "target_kl" and value is None)):
-            tqdm.write(f"live.json: {name} = {value} ignored; what can change: {', '.join(LIVE)}")
-        elif values[name] != value:
-            change = f"step {global_step}: {name} {values[name]} -> {value}"
-            tqdm.write(f"live.json at {change}")
-            with open(path.with_suffix(".log"), "a") as file:
-                file.write(change + "\n")
-            values[name] = value
-    return modified
-
-
-def set_up_torch(args):
-    """Threads and determinism. Returns the device."""
-    torch.set_num_threads(args.torch_threads)
-    torch.use_deterministic_algorithms(args.torch_deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS demands it
-    name = args.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"--device {args.device} is not there: {str(error).splitlines()[0]}") from error
-
-
-def join_processes(device):
-    """The process group under torchrun [X2]. Returns this process's rank."""
-    if "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)
-    return int(os.environ.get("RANK", 0))
-
-
-def build(args, checkpoint, num_envs, device):
-    """Environments, agent and optimiser state, new or as the checkpoint has them."""
-    envs = make_envs(args, num_envs, vector=VECTORS[args.vector_env])
+def make_agent(envs, args, device, checkpoint):
+    """Agent, and Adam's state over one flat vector that all parameters are views of."""
     torch.manual_seed(args.seed)  # the same weights in every process
-    agent = Agent(envs.single_observation_space.shape[0], envs.single_action_space, args).to(device)
-    opt = flatten_parameters(agent)
+    agent = Agent(envs, args, device)
+    params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
+    opt = {"params": params, "exp_avg": torch.zeros_like(params),
+           "exp_avg_sq": torch.zeros_like(params), "bias": params.new_zeros(2)}
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as error:
-            reason = str(error).splitlines()[-1].strip()
-            raise UsageError(f"the checkpoint is of an environment with other spaces: {reason}") from error
-        for name, value in opt.items():
-            value.copy_(checkpoint["opt"][name])
-    return envs, agent, opt
+            raise UsageError(f"the checkpoint does not fit {args.env_id} and these flags") from error
+        opt = {name: x.to(device) for name, x in checkpoint["opt"].items()}
+        if not opt["params"].isfinite().all():
+            raise UsageError("the checkpoint's weights are not finite")
+    nn.utils.vector_to_parameters(opt["params"], agent.parameters())
+    return agent, opt
 
+def load_checkpoint(run_dir):
+    """A run's checkpoint, plain tensors and numbers, and its flags."""
+    try:
+        checkpoint = torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        return checkpoint, Args(**checkpoint["args"] | {"resume": None})
+    except Exception as error:
+        raise UsageError(f"'{run_dir}' holds no checkpoint of this script: {error}") from error
 
-def choose_run_dir(args):
-    """The run's folder, which holds no other run."""
-    env_name = args.env_id.replace("/", "_").replace(":", "_")
-    name = f"{env_name}__{args.exp_name}__{args.seed}__{int(time.time())}"
-    run_dir = Path(args.resume or args.run_dir or f"runs/{name}")
-    if not args.resume and (run_dir.is_file() or (run_dir / "checkpoint.pt").exists()):
-        raise UsageError(f"--run-dir {run_dir} is a file or holds a run: --resume it or give another folder")
-    return run_dir
+def read_live(args, log, global_step):
+    """The flags with the changes of live.json, which is renamed to live-{global_step}.json."""
+    shared = [args]
+    if log and (path := log.run_dir / "live.json").exists():
+        try:
+            changes = json.loads(path.rename(path.with_stem(f"live-{global_step}")).read_text())
+            shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
+            shared[0].check()
+        except (OSError, AttributeError, ValueError) as error:
+            shared, changes = [args], error
+        tqdm.write(f"live.json at step {global_step}: {changes}; it can change {', '.join(LIVE_FLAGS)}")
+    if WORLD_SIZE > 1:
+        dist.broadcast_object_list(shared)
+    return shared[0]
 
+class RunLog:
+    """The run's folder: args.json, metrics.csv, TensorBoard events, checkpoint.pt, summary.json."""
 
-def print_header(args, envs, num_iterations, run_dir, device, compiled):
-    minibatch_size = world_size() * args.num_envs * args.num_steps // args.num_minibatches
-    print(f"{SCRIPT}.py  {args.env_id}, seed {args.seed}\n"
-          f"  {envs.single_observation_space.shape[0]} observations, actions {envs.single_action_space}\n"
-          f"  {device}, {world_size()} process(es) of {args.torch_threads} thread(s), "
-          f"{'compiled: the first iteration takes up to a minute' if compiled else 'not compiled'}\n"
-          f"  {num_iterations} iterations of {args.num_envs} environments x {args.num_steps} steps, at most "
-          f"{args.update_epochs} epochs of {args.num_minibatches} minibatches of {minibatch_size}\n"
-          f"  folder {run_dir}", flush=True)
+    def __init__(self, args, global_step):
+        if args.capture_video:  # better to fail now than after the training
+            try:
+                envs = make_envs(args, 1, tempfile.mkdtemp())
+                envs.reset()
+                envs.close()
+            except Exception as error:
+                raise UsageError(f"cannot record {args.env_id} (MUJOCO_GL=egl?): {error}") from error
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
+        run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
+        if not (args.resume or args.run_dir) and run_dir.exists():
+            run_dir = Path(f"{run_dir}_{os.getpid()}")  # another run started in the same second
+        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        self.args, self.run_dir = args, run_dir
+        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True)
+        about = {"script": Path(__file__).stem, "torch": torch.__version__, "numpy": np.__version__,
+                 "gymnasium": gym.__version__, "git_commit": git.stdout.decode().strip() or None}
+        (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+        if args.track:
+            import wandb
+            wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
+                       dir=run_dir, config=asdict(args), sync_tensorboard=True)
+        self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
+        path = run_dir / "metrics.csv"
+        rows = path.read_text().splitlines(keepends=True) if global_step else []
+        path.write_text("".join(rows[:1] + [r for r in rows[1:] if int(r.split(",")[0]) <= global_step]))
+        self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, on {args.device}, in {run_dir}"
+              f"{'; compiling, up to a minute' if args.compile else ''}", flush=True)
+        line = None if sys.stderr.isatty() else "{n_fmt} of {total_fmt} steps, {rate_fmt}{postfix}\n"
+        self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", bar_format=line,
+                        mininterval=15 if line else 0.1, smoothing=1)  # 1: forgets the compilation
 
+    def write(self, progress, charts, losses):
+        step, episodes = progress["global_step"], progress["episodes"]
+        _, returns, lengths = np.mean(episodes, 0).tolist() if episodes else [np.nan] * 3
+        charts = {"episodic_return": returns, "episodic_length": lengths, **charts}
+        row = {"global_step": step, "seconds": progress["seconds"], **charts, **losses}
+        if self.metrics.tell() == 0:
+            print(*row, sep=",", file=self.metrics)
+        print(*row.values(), sep=",", file=self.metrics)
+        for name, value in (charts | losses).items():
+            self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", refresh=False)
+        self.bar.update(step - self.bar.n)
 
-def catch_signals(caught):
-    """Append the first Ctrl-C or SIGTERM (a second one kills). Returns the handlers there were before."""
+    def save(self, **checkpoint):
+        """Replace checkpoint.pt at once: a kill at any moment leaves the old one or the new one."""
+        with open(self.run_dir / "checkpoint.tmp", "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")
 
-    def catch(signum, frame):
-        caught.append(signum)
-        signal.signal(signum, signal.SIG_DFL)
+    def finish(self, agent, progress):
+        self.bar.close()
+        speeds = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)["SPS"]
+        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "sps": np.median(speeds).item(),
+                   "global_step": progress["global_step"], "seconds": progress["seconds"],
+                   **evaluate(agent, self.run_dir, progress["global_step"])}
+        (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], progress["global_step"])
+        self.writer.close()
+        print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
+        return summary
 
-    return {signum: signal.signal(signum, catch) for signum in (signal.SIGINT, signal.SIGTERM)}
-
-
-def can_compile(args, device):
-    """Whether --compile is given and there is a C++ compiler."""
-    headers = Path(sysconfig.get_path("include"), "Python.h").exists()
-    tools = shutil.which(os.environ.get("CXX", "g++")) and headers
-    return bool(args.compile and device.type != "mps" and tools)
-
-
-def compile_graphs(act, step, device):
-    """Compiled versions of acting and of an optimiser step."""
-    torch.compiler.reset()  # unchecked graphs would serve a second training, whatever its flags
-    options = {"cpp_wrapper": device.type == "cpu"}  # on a GPU it needs nvcc
-    act = torch.compile(act, dynamic=False, options=options)
-    # Nothing of a step ever changes but the tensors: to check that first would take 10 % of it.
-    unchecked = {**options, "guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    return act, torch.compile(step, dynamic=False, options=unchecked)
-
-
-def restart(envs, agent, rank, iteration):
-    """Environments and noise from seeds of this iteration: a resume needs no simulator's state."""
-    seeds = derive_seeds(agent.args.seed, rank, iteration, n=envs.num_envs + 1)
-    torch.manual_seed(seeds.pop())
-    return reset_stream(envs, agent, seeds)
-
-
-def schedule(live, remaining, args):
-    """This iteration's hyper-parameters, the same in every process; `remaining` falls from 1 to 0."""
-    everyone = [live]
-    if world_size() > 1:
-        dist.broadcast_object_list(everyone)
-    hyper = dict(everyone[0])
-    hyper["learning_rate"] *= remaining if args.anneal_lr else 1  # [D4]
-    hyper["clip_coef"] *= remaining if args.anneal_clip else 1  # [X1]
-    hyper["ent_coef"] *= remaining if args.anneal_ent else 1
-    return hyper
-
-
-def check_finite(iteration, **quantities):
-    for name, value in quantities.items():
-        if not np.isfinite(value).all():
-            raise FloatingPointError(f"{name} not finite in iteration {iteration}; the checkpoint is kept")
-
-
-def is_evaluated(args):
-    """Whether the run to resume, if any, has its summary: a kill may come between its last step and that."""
-    return not args.resume or Path(args.resume, "summary.json").exists()
-
-
-def count_iterations(args, at, batch_size):
-    """Iterations of the whole run, also done ones; at least one is left, or only the summary is missing."""
-    left = (args.total_timesteps - at.global_step) // batch_size
-    if args.total_timesteps < at.global_step or (left <= 0 and is_evaluated(args)):
-        raise UsageError(f"--total-timesteps {args.total_timesteps} leaves no rollout of {batch_size} steps "
-                         f"after the {at.global_step} that are done: give a larger one")
-    if at.batch_size != batch_size:
-        raise UsageError(f"the run's rollouts have {at.batch_size} steps, not {batch_size}: "
-                         "resume it with as many processes")
-    return at.iteration + left
-
-
-def train(args, checkpoint=None):
-    """Train from the start or on from a checkpoint, then evaluate. Returns what summary.json holds."""
-    clock, device = time.perf_counter(), set_up_torch(args)
-    rank = join_processes(device)
-    batch_size = args.num_envs * args.num_steps * world_size()
-    at = SimpleNamespace(iteration=0, global_step=0, seconds=0.0, batch_size=batch_size, recent=[], rows=[],
-                         live={name: getattr(args, name) for name in LIVE})
-    if checkpoint:
-        at = SimpleNamespace(**vars(at) | checkpoint["at"])
-    num_iterations = count_iterations(args, at, batch_size)
-    save_every = max(1, num_iterations // 20, 1_000 // args.num_steps)  # more resets would cut most episodes
-    run_dir, save_every = choose_run_dir(args), args.checkpoint_every or save_every
-    envs, agent, opt = build(args, checkpoint, args.num_envs, device)
-    compiled = args.rnn == "none" and can_compile(args, device)  # episode ends change a recurrent graph
-    act, step = compile_graphs(agent.act, train_step, device) if compiled else (agent.act, train_step)
-    log = RunLog(run_dir, args, at.rows) if rank == 0 else None
-    if log:
-        print_header(args, envs, num_iterations, run_dir, device, compiled)
-    stream = restart(envs, agent, rank, at.iteration)
-    if args.norm_obs and not checkpoint:  # an uncounted rollout, so that no policy ever sees raw observations
-        check_finite(0, observations=(raw_obs := collect(envs, agent, act, stream)[1]))
-        agent.obs_rms.update(raw_obs)
-    signals, handlers, live_seen, stop = [], {}, None, False
-    while at.iteration < num_iterations and not stop:
-        live_seen = read_live(run_dir / "live.json", live_seen, at.live, at.global_step) if log else None
-        hyper = schedule(at.live, 1 - at.iteration / num_iterations, args)
-        at.iteration, at.global_step = at.iteration + 1, at.global_step + batch_size
-        rollout, raw_obs, episodes = collect(envs, agent, act, stream)
-        check_finite(at.iteration, observations=raw_obs, rewards=rollout["rewards"].cpu().numpy())
-        losses = update(agent, opt, rollout, stream, hyper, step)
-        handlers = handlers or catch_signals(signals)  # not before: a compiler would die of Ctrl-C, too
-        check_finite(at.iteration, **losses)
-        agent.obs_rms.update(raw_obs)  # [D28]
-        at.recent = (at.recent + episodes)[-100:]
-        stop = bool(sum_over_ranks(torch.tensor(len(signals))))  # all processes, if one was told to
-        save = at.iteration % save_every == 0 or at.iteration == num_iterations or stop
-        clock, seconds = time.perf_counter(), time.perf_counter() - clock
-        at.seconds += seconds
-        if log:
-            losses |= {"learning_rate": hyper["learning_rate"], "SPS": batch_size / seconds}
-            log.log(at, losses, save)
-        if save and log:
-            save_checkpoint(run_dir, agent, at, opt=opt)
-        if save:
-            stream = restart(envs, agent, rank, at.iteration)
-    for signum, handler in handlers.items():
-        signal.signal(signum, handler)
-    envs.close()
-    return finish(agent, run_dir, at, log, num_iterations) if log else None
-
-
-def finish(agent, run_dir, at, log, num_iterations):
-    """Evaluate and write summary.json, or say how to go on with a run that was stopped."""
-    if at.iteration < num_iterations:
-        log.close()
-        print(f"saved at {at.global_step} steps; to go on: python {sys.argv[0]} --resume {run_dir}")
-        sys.exit(130)
-    speeds = [row[RunLog.COLUMNS.index("SPS")] for row in at.rows]
-    summary = {"env_id": agent.args.env_id, "seed": agent.args.seed, "global_step": at.global_step,
-               "seconds": at.seconds, "sps": float(np.median(speeds))}
-    log.bar.close()
-    summary |= report_evaluation(agent, run_dir)
-    log.close(summary)
-    print(f"  folder {run_dir}\n  again: python {sys.argv[0]} --evaluate {run_dir}")
-    return summary
-
-
-def evaluate_run(args, checkpoint):
-    envs, agent, _ = build(args, checkpoint, 1, set_up_torch(args))
-    envs.close()
-    report_evaluation(agent, Path(args.evaluate))
-
-
-# What may be given again with --resume and --evaluate.
-FREE = {"resume", "evaluate", "total_timesteps", "eval_episodes", "vector_env", "device", "compile",
-        "torch_threads", "track", "wandb_project_name", "wandb_entity", "capture_video"}
-
-
-# Flags that need a package beyond the script's own.
-OPTIONAL = {"track": "wandb", "capture_video": "moviepy"}
-
+def set_up_torch(args):
+    """Threads, determinism and, under torchrun, the process group. Returns the device."""
+    torch.set_num_threads(args.torch_threads)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic cuBLAS needs
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    names = {"auto": gpu if torch.cuda.is_available() else "cpu", "cuda": gpu}
+    try:
+        device = torch.zeros(1, device=names.get(args.device, args.device)).device
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"device {args.device}: {error}") from error
+    if WORLD_SIZE > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    return device
 
 def main():
+    sys.path.append(os.getcwd())  # for --env-id module:Env-v0
     try:
-        args, checkpoint = tyro.cli(Args, description=__doc__), None
-        if args.resume and args.evaluate:
-            raise UsageError("give --resume or --evaluate, not both")
-        if args.resume or args.evaluate:
-            checkpoint = load_checkpoint(args.resume or args.evaluate)
-            saved = Args(**checkpoint["args"])
-            saved.track = saved.track and not args.evaluate  # evaluation logs nothing
-            args = tyro.cli(Args, description=__doc__, default=saved)
-            for name in vars(args).keys() - FREE:
-                if getattr(args, name) != getattr(saved, name):
-                    raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)}: the run has "
-                                     f"{getattr(saved, name)}, and goes on under its own flags")
-        for flag, module in OPTIONAL.items():
-            if getattr(args, flag):
-                import_or_explain(module, f"--{flag.replace('_', '-')}")
-        evaluate_run(args, checkpoint) if args.evaluate else train(args, checkpoint)
-    except KeyboardInterrupt:  # before training or after it, when all is saved
+        first, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
+        run_dir = first.resume if first.evaluate is None else first.evaluate
+        preset = first.preset or (first.env_id if first.env_id in PRESETS else "none")
+        if preset not in PRESETS:
+            raise UsageError(f"preset {preset} is none of {', '.join(PRESETS)}")
+        new_run = None, Args(preset=preset, **PRESETS[preset])
+        checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
+        args = tyro.cli(Args, description=__doc__, default=default)
+        args.check()
+        train(args, checkpoint)
+    except KeyboardInterrupt:
         sys.exit(130)
-    except (UsageError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-
+    except FloatingPointError as error:
+        sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
+    except (UsageError, ImportError, OSError, torch._dynamo.exc.TorchDynamoException) as error:
+        hint = " (--no-compile does without a compiler)" if isinstance(error, RuntimeError) else ""
+        print(f"error: {str(error).splitlines()[0]}{hint}", file=sys.stderr)
+        sys.exit(2)
 
 if __name__ == "__main__":
     main()
