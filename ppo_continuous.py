@@ -5,14 +5,14 @@
 # ///
 """Proximal Policy Optimization for vector observations (Schulman et al. 2017, arXiv 1707.06347).
 
-    python ppo_continuous.py --env-id Humanoid-v5                  train, then evaluate
-    python ppo_continuous.py --resume runs/RUN                     resume a killed run exactly
+    python ppo_continuous.py --env-id Humanoid-v5            train, then evaluate
+    python ppo_continuous.py --resume runs/RUN               resume a killed run exactly
     python ppo_continuous.py --evaluate runs/RUN --capture-video
 
-Shapes: T steps, N environments, O observation, A action components; L steps of a training sequence (1
-without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 (GRU), 2 (LSTM).
-Tags: [D1] to [D37] are the details of Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to
-[X4] its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
+Shapes: T steps, N environments, O observation, A action components; L steps per sequence
+(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 or 2.
+Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
+its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
 """
 
 import importlib.util
@@ -21,7 +21,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from dataclasses import asdict, dataclass, fields, replace
@@ -42,7 +41,7 @@ from torch.distributions import Categorical, Normal
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 class UsageError(ValueError):
     """Invalid usage: printed as one line, exit status 2."""
@@ -67,10 +66,10 @@ class Args:
     num_envs: int = 16  # environments per process [D1]
     num_steps: int = 64  # steps per environment in a rollout [D1]
     clip_actions: bool = True  # to their bounds, for the environment only [D27]
-    scale_actions: bool = True  # -1 and 1 are the action bounds; off: the environment's units
+    scale_actions: bool = True  # -1 and 1 are the bounds; off: the environment's units
     norm_obs: bool = True  # normalize observations by their running mean and std [D28]
     clip_obs: float = 10.0  # clip normalized observations; 0: off [D29]
-    norm_reward: bool = False  # divide rewards by the running std of the discounted return [D30]
+    norm_reward: bool = False  # divide rewards by the std of the discounted return [D30]
     clip_reward: float = 10.0  # clip normalized rewards; 0: off [D31]
     truncation_bootstrap: bool = True  # bootstrap at time limits; off: terminal (CleanRL)
 
@@ -91,18 +90,18 @@ class Args:
     ent_coef: float = 0.0  # entropy bonus; 0.01 helps discrete actions [D10]
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
-    target_kl: float | None = 0.03  # no further epoch once an epoch's mean KL exceeds it [X3]
-    norm_value: bool = True  # critic learns returns over their std (Andrychowicz et al. 2021)
-    share_network: bool = False  # one network for actor and critic; off: one each [D13, D26]
+    target_kl: float | None = 0.03  # stop the epochs once their mean KL exceeds it [X3]
+    norm_value: bool = True  # the critic learns returns over their running std
+    share_network: bool = False  # one network for actor and critic, or one each [D13]
     hidden: tuple[int, ...] = (64, 64)  # widths of the hidden layers [D26]
     activation: Literal["tanh", "relu"] = "tanh"  # of the hidden layers [D26]
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     learn_std: bool = False  # off: fixed std (judge by the deterministic return) [D24]
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
-    rnn: Literal["none", "gru", "lstm"] = "none"  # recurrent layer before actor and critic
+    rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
-    rnn_reset: bool = True  # zero state at episode starts; off: memory spans episodes [D34]
-    rnn_seq_len: int = 0  # steps per training sequence; 0: num_steps, 1: no BPTT [D35, D36]
+    rnn_reset: bool = True  # zero state at episode starts, or keep it [D34]
+    rnn_seq_len: int = 0  # of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
 
     # Speed
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
@@ -126,10 +125,10 @@ class Args:
             low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
             valid = isinstance(value, int if whole else int | float) and low <= value <= high
             if field.type in (int, float) and not valid:
-                raise UsageError(f"{name} = {value} is out of range: give {low} to {high}")
+                raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len or sequences % self.num_minibatches:
-            raise UsageError(f"{self.num_minibatches} minibatches cannot share {sequences} sequences")
+            raise UsageError(f"{sequences} sequences / {self.num_minibatches} minibatches")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
@@ -149,55 +148,60 @@ PRESETS = {
 }
 
 class VectorEnv(SyncVectorEnv):
-    """Collects only the action mask of each info: the rest costs 5 to 10 % of a MuJoCo step."""
+    """Collects no info but the action mask: MuJoCo's cost 5 to 10 % of a step."""
 
     def _add_info(self, infos, info, i):
         kept = {name: info[name] for name in ("action_mask", "final_obs") if name in info}
         return super()._add_info(infos, kept, i)
 
 def make_envs(args, num_envs, video_dir=None):
-    """Environments with flat observations; the first is recorded if there is a `video_dir`."""
+    """Environments with flat observations; the first is recorded to `video_dir`."""
     def make_env(i):
-        recorded = video_dir is not None and i == 0
-        kwargs = json.loads(args.env_kwargs) | ({"render_mode": "rgb_array"} if recorded else {})
-        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
+        recorded = args.capture_video and i == 0
+        render = {"render_mode": "rgb_array"} if recorded else {}
+        env = gym.make(args.env_id, disable_env_checker=True, **json.loads(args.env_kwargs), **render)
+        if recorded:  # better to fail now than after the training
+            import moviepy  # noqa: F401
+            env.reset()
+            assert env.render() is not None, "it renders nothing"
         if len(env.observation_space.shape or ()) != 1:
             env = gym.wrappers.FlattenObservation(env)
-        return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if recorded else env
+        video = recorded and video_dir is not None
+        return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if video else env
 
     if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
         importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
     try:
         thunks = [lambda i=i: make_env(i) for i in range(num_envs)]
         envs = VectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as error:
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    except Exception as error:
+        raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
     if not isinstance(envs.single_observation_space, Box):
-        raise UsageError(f"{args.env_id} observes {envs.single_observation_space}, not a vector")
+        raise UsageError(f"{args.env_id}: observations are not a vector")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 def reset_envs(envs, agent, *key):
-    """Reset environments and noise by a key such as (seed, rank, iteration): where a rollout starts."""
+    """Seed and reset everything by a key such as (seed, rank, iteration)."""
     *seeds, torch_seed = np.random.SeedSequence(key).generate_state(envs.num_envs + 1).tolist()
     torch.manual_seed(torch_seed)
     obs, infos = envs.reset(seed=seeds)
-    starts = torch.ones(1, envs.num_envs, device=agent.device)
-    rnn_state = starts.new_zeros(agent.num_states, envs.num_envs, agent.args.rnn_hidden)  # [D33]
-    return SimpleNamespace(obs=obs, rnn_state=rnn_state, starts=starts, mask=get_mask(infos, envs, agent),
-                           discounted_return=np.zeros(envs.num_envs))
+    N, starts = envs.num_envs, torch.ones(1, envs.num_envs, device=agent.device)
+    rnn_state = starts.new_zeros(agent.num_states, N, agent.args.rnn_hidden)  # [D33]
+    return SimpleNamespace(obs=obs, mask=get_mask(infos, envs, agent), starts=starts,
+                           rnn_state=rnn_state, discounted_return=np.zeros(N))
 
 def get_mask(infos, envs, agent):
-    """Allowed choices (1, N, sum of choices): all where an environment does not say [X4]."""
+    """Allowed choices (1, N, sum of choices): all where there is no mask [X4]."""
     mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
     for i in np.flatnonzero(agent.args.mask_actions & infos.get("_action_mask", False)):
         mask[0, i] = torch.from_numpy(np.hstack(infos["action_mask"][i]).astype(bool))
     return mask.to(agent.device)
 
 def read_action_space(space, args):
-    """Number of choices per component, none for a Box [D37]; map from actions (N, A) to the env's."""
+    """Number of choices per component [D37]; function from actions (N, A) to the env's."""
     num_choices, offset, scale = [], getattr(space, "start", 0), 1
     if isinstance(space, Discrete | MultiDiscrete):
-        num_choices = np.ravel(space.n if isinstance(space, Discrete) else space.nvec).tolist()
+        num_choices = np.ravel(getattr(space, "nvec", getattr(space, "n", 0))).tolist()
     elif isinstance(space, MultiBinary):
         num_choices = [2] * int(np.prod(space.shape))
     elif isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
@@ -205,7 +209,7 @@ def read_action_space(space, args):
         low, high = np.where(scaled, space.low, -1), np.where(scaled, space.high, 1)
         offset, scale = (low + high) / 2, (high - low) / 2
     else:
-        raise UsageError(f"{space} is none of Box, Discrete, MultiDiscrete and MultiBinary")
+        raise UsageError(f"actions {space} are not supported")
 
     def to_env(action):
         action = offset + scale * action.cpu().numpy().reshape(-1, *space.shape)
@@ -224,7 +228,7 @@ def mean_over_ranks(x):
     return x
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all that was seen, in float64: float32 freezes after 10^7 samples."""
+    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -268,17 +272,18 @@ def mlp(features, widths, args):
     return nn.Sequential(*layers)
 
 class Agent(nn.Module):
-    """Actor, critic and statistics. Observations are (L, S, O), actions (L, S, A), values (L, S); `rnn_state`
-    (K, S, H) is that before the first step; `starts` (L, S) is 1 where a step begins an episode."""
+    """Actor, critic and running statistics. Observations are (L, S, O), actions (L, S, A);
+    `starts` (L, S) is 1 where an episode begins; `rnn_state` (K, S, H) is before the first step."""
 
     def __init__(self, envs, args, device):
         super().__init__()
-        self.args, self.device, features = args, device, envs.single_observation_space.shape[0]
-        self.num_choices, self.to_env = read_action_space(envs.single_action_space, args)
+        self.args, self.device, action_space = args, device, envs.single_action_space
+        self.num_choices, self.to_env = read_action_space(action_space, args)
+        features, = envs.single_observation_space.shape
         self.obs_rms = RunningMeanStd(features)
         self.reward_rms, self.value_rms = RunningMeanStd(), RunningMeanStd()
-        self.value_std = nn.Buffer(torch.ones(()))  # of returns, unit of the critic's output
-        self.num_outputs = sum(self.num_choices) or int(np.prod(envs.single_action_space.shape))
+        self.value_std = nn.Buffer(torch.ones(()))  # the unit of the critic's output
+        self.num_outputs = sum(self.num_choices) or int(np.prod(action_space.shape))
         log_std = torch.full((self.num_outputs,), args.log_std_init)
         self.log_std = nn.Parameter(log_std) if args.learn_std else nn.Buffer(log_std)  # [D24]
         self.num_states = {"none": 0, "gru": 1, "lstm": 2}[args.rnn]  # K
@@ -325,17 +330,17 @@ class Agent(nn.Module):
         return self.critic(self.encode(obs, rnn_state, starts)[0]).squeeze(-1) * self.value_std
 
     def act(self, raw_obs, rnn_state, starts, mask, noise):
-        """Normalized observations (1, N, O) of raw ones (N, O), and what forward returns for them."""
+        """Normalized observations (1, N, O), and what forward returns for them."""
         obs = self.normalize(raw_obs)[None]
         return obs, *self(obs, rnn_state, starts, mask, None, noise)
 
     def forward(self, obs, rnn_state, starts, mask, action=None, noise=0.0):
-        """Sample with this noise (0: the most likely action), or evaluate the actions given.
+        """Sample with this noise (0: the likeliest action), or evaluate given actions.
         Returns action, log-probability, entropy, value and the next RNN state."""
         features, rnn_state = self.encode(obs, rnn_state, starts)
         output = self.actor(features)
         value = self.critic(features).squeeze(-1) * self.value_std
-        if self.num_choices:  # independent choices: log-probabilities and entropies add up [D37]
+        if self.num_choices:  # independent choices: their log-probabilities add up [D37]
             logits = torch.where(mask, output, -1e8)  # [X4]
             if action is None:
                 noisy = (logits + noise).split(self.num_choices, -1)
@@ -344,21 +349,21 @@ class Agent(nn.Module):
             parts = [Categorical(logits=x, validate_args=False) for x in logits]
             logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
             return action, logprob, sum(p.entropy() for p in parts), value, rnn_state
-        # Independent Gaussians [D23, D25]. Beyond the action bounds log_std gets no gradient: clamp it.
+        # Clamped, as clipped actions give log_std no gradient that would hold it [D23, D25].
         normal = Normal(output, self.log_std.clamp(-5, 2).exp(), validate_args=False)
         if action is None:
             action = output + normal.stddev * noise
         return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value, rnn_state
 
 def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
-    """Generalized advantage estimates (T, N) (Schulman et al. 2016, equation 16) [D5]. `last_value` (1, N) is
-    V after the rollout; `final_values` (T, N) V of what ended an episode: 0, or V(s) at a time limit."""
+    """Generalized advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. `last_value` (1, N) is
+    V after the rollout, `final_values` (T, N) V where an episode ended: 0, or V(s) at a time limit."""
     next_values = torch.where(dones.bool(), final_values, torch.cat([values[1:], last_value]))
     deltas = rewards + gamma * next_values - values
     decays = gamma * gae_lambda * (1 - dones)
     advantages, advantage = [], torch.zeros_like(last_value[0])
     for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
-        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage in one call
+        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage
         advantages.append(advantage)
     return torch.stack(advantages[::-1])
 
@@ -366,17 +371,17 @@ BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages",
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
-    """One optimizer step on the sequences `index` (M,) of the batch (L, S, ...); adds LOSSES to `losses`.
-    As all parameters are views of one vector, gradient norm, Adam and all-reduce are an operation each."""
+    """One optimizer step on the sequences `index` (M,) of the batch (L, S, ...). All parameters are
+    views of one vector: so gradient norm, Adam and all-reduce are one operation each."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # Python floats would be compiled in
+    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # no floats: compiled in
     weights = dict(agent.named_parameters())
     def loss_of(params):  # equation 9 of Schulman et al. 2017
         parts = params.split([p.numel() for p in weights.values()])
         views = {name: part.view(p.shape)  # view_as(p) would make p an input of the graph
                  for (name, p), part in zip(weights.items(), parts, strict=True)}
         inputs = mb["obs"], rnn_states[:, index], mb["starts"], mb["mask"], mb["actions"]
-        _, newlogprob, entropy, newvalue, _ = torch.func.functional_call(agent, views, inputs)  # (L, M)
+        _, newlogprob, entropy, newvalue, _ = torch.func.functional_call(agent, views, inputs)
         mb_advantages = mb["advantages"]
         if args.norm_adv:  # [D7]
             mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
@@ -394,7 +399,7 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         v_loss = 0.5 * v_loss.mean()
         entropy = entropy.mean()
         loss = pg_loss - ent_coef * entropy + vf_coef * v_loss  # [D10]
-        approx_kl = (ratio - 1 - logratio).mean()  # k3 of http://joschu.net/blog/kl-approx.html
+        approx_kl = (ratio - 1 - logratio).mean()  # k3 of joschu.net/blog/kl-approx.html
         clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
         debug = torch.stack([pg_loss, v_loss, entropy, -logratio.mean(), approx_kl, clipfrac])  # [D12]
         return loss, debug.detach()
@@ -416,7 +421,7 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
     # Adam (Kingma and Ba 2015, algorithm 1) [D3]
     opt["exp_avg"].lerp_(grad, 0.1)
     opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
-    # 1 - beta^t as a moving average of ones: pow() in the fused loop would double its time.
+    # 1 - beta^t as a moving average of ones: pow() would double the time of the loop.
     bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * grad.new_tensor([0.1, 0.001])).unbind()
     std = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()  # a division per element would be slower
     opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (std + args.adam_eps))
@@ -424,11 +429,11 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
 @torch.no_grad()
 def rollout(envs, agent, act, env_state, noise_scale=1.0):
     """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
-    Returns data (T, N, ...), and (environment, return, length) of each episode that ended."""
+    Returns data (T, N, ...), and (environment, return, length) of finished episodes."""
     args, T, N = agent.args, agent.args.num_steps, envs.num_envs
-    noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)  # in the compiled graph: slow
-    noise = -noise.exponential_().log() if agent.num_choices else noise.normal_()  # Gumbel or normal
-    noise *= noise_scale
+    noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)
+    noise = -noise.exponential_().log() if agent.num_choices else noise.normal_()
+    noise *= noise_scale  # Gumbel or normal; drawn at once, which is fast
     steps, episodes = [], []
     rewards, dones, final_values = torch.zeros(3, T, N)
     for t in range(T):
@@ -459,15 +464,16 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
 
 @torch.no_grad()
 def train(args, checkpoint=None):
-    """Train from the start or from a checkpoint, then evaluate. Returns summary.json's content."""
+    """Train, from a checkpoint on if there is one, then evaluate. Returns the summary."""
     device = set_up_torch(args)
     envs = make_envs(args, args.num_envs)
     agent, opt = make_agent(envs, args, device, checkpoint)
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     act, step = agent.act, train_step
-    compiled = args.compile and args.rnn == "none" and shutil.which("g++")  # an RNN's graph changes
-    if compiled:
+    compiled = args.compile and args.rnn == "none" and shutil.which("g++")
+    if compiled:  # not with an RNN, as episode ends change its graph
+        print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
                    "guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
@@ -476,12 +482,12 @@ def train(args, checkpoint=None):
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size}")
+        raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most episodes.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.num_steps)
     log = RunLog(args, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
-    if args.norm_obs and not checkpoint:  # not counted: the policy shall never see raw observations
+    if args.norm_obs and not checkpoint:  # uncounted: no policy sees raw observations
         agent.obs_rms.update(rollout(envs, agent, act, env_state)[0]["raw_obs"])
     last_time = time.perf_counter()
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):
@@ -499,10 +505,9 @@ def train(args, checkpoint=None):
         initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
         losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
         for epoch in range(args.update_epochs):
-            values = data["values"]
-            if epoch > 0 and args.recompute_adv:
-                values = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
             if epoch == 0 or args.recompute_adv:
+                values = data["values"] if epoch == 0 else agent.get_value(
+                    data["obs"], data["rnn_states"][0], data["starts"])
                 last_value = agent.get_value(last_obs, env_state.rnn_state, env_state.starts)
                 advantages = compute_gae(data["rewards"], values, last_value, data["final_values"],
                                          data["dones"], args.gamma, args.gae_lambda)
@@ -543,25 +548,26 @@ def train(args, checkpoint=None):
             env_state = reset_envs(envs, agent, args.seed, RANK, iteration)
     return log.finish(agent, progress) if log else None
 
-# ----------------------- bookkeeping from here: nothing below is needed to understand the algorithm
+# ------------- bookkeeping from here: nothing below is needed to understand the algorithm
 
 def evaluate(agent, run_dir, global_step):
-    """Play eval_episodes full episodes, one per environment, with deterministic, then sampled actions.
-    Raw rewards, frozen statistics, seeds of their own. Returns the numbers for summary.json."""
+    """Play full episodes, one per environment, with deterministic, then with sampled actions.
+    Raw rewards, frozen statistics, own seeds. Returns the numbers for summary.json."""
     agent.eval()  # freezes the statistics of rewards
-    args, N, summary = agent.args, agent.args.eval_episodes, {"eval_episodes": agent.args.eval_episodes}
-    for name, kind, noise_scale in (("eval", "deterministic", 0.0), ("eval_sampled", "sampled", 1.0)):
-        print(f"{args.env_id} after {global_step:,} steps: evaluating {N} episodes, {kind} actions")
-        envs = make_envs(args, N, run_dir / "videos" if args.capture_video and not noise_scale else None)
+    args, N = agent.args, agent.args.eval_episodes
+    summary = {"eval_episodes": N}
+    for name, kind, noise in (("eval", "deterministic", 0), ("eval_sampled", "sampled", 1)):
+        print(f"{args.env_id} after {global_step:,} steps: {N} episodes, {kind} actions")
+        envs = make_envs(args, N, None if noise else run_dir / "videos")
         env_state, returns = reset_envs(envs, agent, args.seed, 2**31), {}  # 2**31 is no rank
         limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
         for _ in tqdm(range(0, limit, args.num_steps), leave=False, disable=None):
-            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise_scale)[1]:
-                returns.setdefault(n, episodic_return)  # the first episode of each environment
+            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[1]:
+                returns.setdefault(n, episodic_return)  # of the first episode
             if len(returns) == N:
                 break
         else:
-            print(f"  {N - len(returns)} episodes without an end were cut after {limit} steps")
+            print(f"  {N - len(returns)} have no end: cut after {limit} steps")
         envs.close()
         x = np.array([returns.get(n, envs.episode_returns[n]) for n in range(N)])
         summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
@@ -579,7 +585,7 @@ def make_agent(envs, args, device, checkpoint):
         try:
             agent.load_state_dict(checkpoint["agent"])
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint does not fit {args.env_id} and these flags") from error
+            raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
         opt = {name: x.to(device) for name, x in checkpoint["opt"].items()}
         if not opt["params"].isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
@@ -589,46 +595,40 @@ def make_agent(envs, args, device, checkpoint):
 def load_checkpoint(run_dir):
     """A run's checkpoint, plain tensors and numbers, and its flags."""
     try:
-        checkpoint = torch.load(Path(run_dir, "checkpoint.pt"), map_location="cpu", weights_only=True)
+        checkpoint = torch.load(Path(run_dir, "checkpoint.pt"), "cpu", weights_only=True)
         return checkpoint, Args(**checkpoint["args"] | {"resume": None})
     except Exception as error:
-        raise UsageError(f"'{run_dir}' holds no checkpoint of this script: {error}") from error
+        raise UsageError(f"'{run_dir}' holds no run of this script: {error}") from error
 
 def read_live(args, log, global_step):
-    """The flags with the changes of live.json, which is renamed to live-{global_step}.json."""
+    """The flags as live.json changes them, which becomes live-{global_step}.json."""
     shared = [args]
     if log and (path := log.run_dir / "live.json").exists():
         try:
-            changes = json.loads(path.rename(path.with_stem(f"live-{global_step}")).read_text())
+            path = path.rename(path.with_stem(f"live-{global_step}"))
+            changes = json.loads(path.read_text())
             shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
             shared, changes = [args], error
-        tqdm.write(f"live.json at step {global_step}: {changes}; it can change {', '.join(LIVE_FLAGS)}")
+        tqdm.write(f"step {global_step}: live.json {changes}; it can change {LIVE_FLAGS}")
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(shared)
     return shared[0]
 
 class RunLog:
-    """The run's folder: args.json, metrics.csv, TensorBoard events, checkpoint.pt, summary.json."""
+    """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, global_step):
-        if args.capture_video:  # better to fail now than after the training
-            try:
-                envs = make_envs(args, 1, tempfile.mkdtemp())
-                envs.reset()
-                envs.close()
-            except Exception as error:
-                raise UsageError(f"cannot record {args.env_id} (MUJOCO_GL=egl?): {error}") from error
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
-            run_dir = Path(f"{run_dir}_{os.getpid()}")  # another run started in the same second
+            run_dir = Path(f"{run_dir}_{os.getpid()}")  # of the same second
         run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
         self.args, self.run_dir = args, run_dir
-        git = subprocess.run("git rev-parse HEAD", shell=True, cwd=Path(__file__).parent, capture_output=True)
-        about = {"script": Path(__file__).stem, "torch": torch.__version__, "numpy": np.__version__,
-                 "gymnasium": gym.__version__, "git_commit": git.stdout.decode().strip() or None}
+        commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>{os.devnull}")
+        about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,
+                 "numpy": np.__version__, "gymnasium": gym.__version__}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import wandb
@@ -637,13 +637,13 @@ class RunLog:
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
         rows = path.read_text().splitlines(keepends=True) if global_step else []
-        path.write_text("".join(rows[:1] + [r for r in rows[1:] if int(r.split(",")[0]) <= global_step]))
+        rows = [row for row in rows if row[0] == "g" or int(row.split(",")[0]) <= global_step]
+        path.write_text("".join(rows))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
-        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, on {args.device}, in {run_dir}"
-              f"{'; compiling, up to a minute' if args.compile else ''}", flush=True)
-        line = None if sys.stderr.isatty() else "{n_fmt} of {total_fmt} steps, {rate_fmt}{postfix}\n"
-        self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps", bar_format=line,
-                        mininterval=15 if line else 0.1, smoothing=1)  # 1: forgets the compilation
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, folder {run_dir}", flush=True)
+        plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
+        self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps",
+                        bar_format=plain, mininterval=15 if plain else 0.1, smoothing=1)
 
     def write(self, progress, charts, losses):
         step, episodes = progress["global_step"], progress["episodes"]
@@ -655,25 +655,25 @@ class RunLog:
         print(*row.values(), sep=",", file=self.metrics)
         for name, value in (charts | losses).items():
             self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
-        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", refresh=False)
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
         self.bar.update(step - self.bar.n)
 
     def save(self, **checkpoint):
-        """Replace checkpoint.pt at once: a kill at any moment leaves the old one or the new one."""
+        """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
         with open(self.run_dir / "checkpoint.tmp", "wb") as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")
 
-    def finish(self, agent, progress):
+    def finish(self, agent, progress, **more):
         self.bar.close()
-        speeds = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)["SPS"]
-        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "sps": np.median(speeds).item(),
-                   "global_step": progress["global_step"], "seconds": progress["seconds"],
-                   **evaluate(agent, self.run_dir, progress["global_step"])}
+        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
+        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": self.bar.n,
+                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
+                   **evaluate(agent, self.run_dir, self.bar.n), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], progress["global_step"])
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], self.bar.n)
         self.writer.close()
         print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
         return summary
@@ -682,8 +682,8 @@ def set_up_torch(args):
     """Threads, determinism and, under torchrun, the process group. Returns the device."""
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # a second pass over every new tensor
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic cuBLAS needs
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for determinism
     gpu = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     names = {"auto": gpu if torch.cuda.is_available() else "cpu", "cuda": gpu}
     try:
