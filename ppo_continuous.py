@@ -120,15 +120,15 @@ class Args:
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
+        numbers = {int: int, float: int | float, float | None: int | float | None}
         for field in fields(self):
-            name, value, whole = field.name, getattr(self, field.name), field.type is int
-            low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
-            valid = isinstance(value, int if whole else int | float) and low <= value <= high
-            if field.type in (int, float) and not valid:
-                raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
+            value, kind = getattr(self, field.name), numbers.get(field.type)
+            low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
+            if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
+                raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len or sequences % self.num_minibatches:
-            raise UsageError(f"{sequences} sequences / {self.num_minibatches} minibatches")
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {sequences} sequences")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}

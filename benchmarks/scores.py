@@ -1,4 +1,4 @@
-"""Scores of finished runs: a row per run as CSV, and a table of means and deviations over seeds.
+"""Scores of finished runs: a row per run as CSV, and a table of means and stds over seeds.
 
     python benchmarks/scores.py runs/* --csv benchmarks/results/scores.csv
     python benchmarks/scores.py benchmarks/results/scores.csv
@@ -21,7 +21,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-OWN = ("run_dir", "resume", "evaluate")  # flags that say where a run is, not what it is
+OWN = ("run_dir", "resume", "evaluate", "preset")  # flags that say where a run is, not what it is
 
 
 class UsageError(ValueError):
@@ -47,12 +47,18 @@ def read_run(folder):
     """One row from a run folder: what was run, with what, and what came out."""
     args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
     script = args.get("script", "ppo_continuous")  # the oldest runs do not name theirs
-    command = [f"python {script}.py"]
-    for field in fields(importlib.import_module(script).Args):
+    module = importlib.import_module(script)
+    automatic = args["env_id"] if args["env_id"] in module.PRESETS else "none"
+    if args.get("task_sampler"):
+        automatic = "simulator"
+    preset = args.get("preset") or "none"
+    command = [f"python {script}.py"] + ([f"--preset {preset}"] if preset != automatic else [])
+    for field in fields(module.Args):
         if field.name not in args:
             continue  # younger than the run
         value, flag = args[field.name], "--" + field.name.replace("_", "-")
-        default = list(field.default) if isinstance(field.default, tuple) else field.default
+        default = module.PRESETS.get(preset, {}).get(field.name, field.default)
+        default = list(default) if isinstance(default, tuple) else default
         if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
             words = " ".join(map(str, value)) if isinstance(value, list) else value
             negated = "--no-" + flag[2:]
@@ -82,12 +88,12 @@ def read_rows(source):
 
 
 def over_seeds(values):
-    """Mean ± sample deviation; nothing is known of it from a single seed."""
+    """Mean ± sample std; nothing is known of it from a single seed."""
     return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
 
 
 def print_table(rows):
-    """Mean and deviation over seeds of the deterministic evaluation's means, and of the sampled one's.
+    """Mean and std over seeds of the deterministic evaluation's means, and of the sampled one's.
 
     Muesli's deterministic one is its last while training, of more episodes. Runs that stop once they are
     solved end after different numbers of steps: the median and greatest number that solved it.
