@@ -11,8 +11,7 @@
 
 Shapes: T steps, N environments, O observation, A action components; L steps per sequence
 (1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 or 2.
-Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
-its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
+Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
 import importlib.util
@@ -164,10 +163,10 @@ def make_envs(args, num_envs, video_dir=None):
             import moviepy  # noqa: F401
             env.reset()
             assert env.render() is not None, "it renders nothing"
-        if len(env.observation_space.shape or ()) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        video = recorded and video_dir is not None
-        return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if video else env
+        if recorded and video_dir:
+            env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
+        is_vector = len(env.observation_space.shape or ()) == 1
+        return env if is_vector else gym.wrappers.FlattenObservation(env)
 
     if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
         importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
@@ -390,7 +389,6 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         ratio = logratio.exp()
         clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
         pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
-        # Value loss
         v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
         if args.clip_vloss:  # [D9]
             change = ((newvalue - mb["values"]) / agent.value_std).clamp(-clip_coef, clip_coef)
@@ -417,7 +415,6 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
     losses.add_(torch.cat([debug, norm[None]]))
     if args.max_grad_norm:
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
-
     # Adam (Kingma and Ba 2015, algorithm 1) [D3]
     opt["exp_avg"].lerp_(grad, 0.1)
     opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
@@ -429,13 +426,13 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
 @torch.no_grad()
 def rollout(envs, agent, act, env_state, noise_scale=1.0):
     """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
-    Returns data (T, N, ...), and (environment, return, length) of finished episodes."""
+    Returns data (T, N, ...), time limits (t, n, obs, RNN state) and episodes (n, return, length)."""
     args, T, N = agent.args, agent.args.num_steps, envs.num_envs
     noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)
     noise = -noise.exponential_().log() if agent.num_choices else noise.normal_()
     noise *= noise_scale  # Gumbel or normal; drawn at once, which is fast
-    steps, episodes = [], []
-    rewards, dones, final_values = torch.zeros(3, T, N)
+    steps, time_limits, episodes = [], [], []
+    rewards, dones = torch.zeros(2, T, N)
     for t in range(T):
         raw_obs, rnn_state = torch.from_numpy(env_state.obs), env_state.rnn_state
         starts, mask = env_state.starts, env_state.mask
@@ -446,9 +443,9 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         done = terminated | truncated
         for n in np.flatnonzero(done):
             episodes.append((n.item(), *(infos["episode"][key][n].item() for key in ("r", "l"))))
-            if args.truncation_bootstrap and not terminated[n]:  # a time limit is no terminal state
+            if args.truncation_bootstrap and not terminated[n]:
                 final_obs = agent.normalize(torch.from_numpy(infos["final_obs"][n]))[None, None]
-                final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
+                time_limits.append((t, n, final_obs, next_state[:, [n]]))
         if args.norm_reward and agent.training:
             env_state.discounted_return = env_state.discounted_return * args.gamma + reward
             agent.reward_rms.update(torch.from_numpy(env_state.discounted_return))
@@ -459,8 +456,8 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         env_state.rnn_state, env_state.mask = next_state, get_mask(infos, envs, agent)
         env_state.starts = dones[t : t + 1].to(agent.device)
     data = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
-    outcome = {"rewards": rewards, "dones": dones, "final_values": final_values}
-    return data | {name: x.to(agent.device) for name, x in outcome.items()}, episodes
+    data |= {"rewards": rewards.to(agent.device), "dones": dones.to(agent.device)}
+    return data, time_limits, episodes
 
 @torch.no_grad()
 def train(args, checkpoint=None):
@@ -498,7 +495,7 @@ def train(args, checkpoint=None):
         coefs = torch.tensor([learning_rate, clip_coef, args.ent_coef, args.vf_coef], device=device)
 
         # Rollout
-        data, episodes = rollout(envs, agent, act, env_state)
+        data, time_limits, episodes = rollout(envs, agent, act, env_state)
 
         # Advantages and updates
         last_obs = agent.normalize(torch.from_numpy(env_state.obs))[None]  # (1, N, O)
@@ -509,7 +506,10 @@ def train(args, checkpoint=None):
                 values = data["values"] if epoch == 0 else agent.get_value(
                     data["obs"], data["rnn_states"][0], data["starts"])
                 last_value = agent.get_value(last_obs, env_state.rnn_state, env_state.starts)
-                advantages = compute_gae(data["rewards"], values, last_value, data["final_values"],
+                final_values = torch.zeros_like(values)  # (T, N), 0 in terminal states
+                for t, n, obs, state in time_limits:
+                    final_values[t, n] = agent.get_value(obs, state, torch.zeros_like(obs[..., 0]))
+                advantages = compute_gae(data["rewards"], values, last_value, final_values,
                                          data["dones"], args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
                 if args.norm_value and epoch == 0:
@@ -562,7 +562,7 @@ def evaluate(agent, run_dir, global_step):
         env_state, returns = reset_envs(envs, agent, args.seed, 2**31), {}  # 2**31 is no rank
         limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
         for _ in tqdm(range(0, limit, args.num_steps), leave=False, disable=None):
-            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[1]:
+            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[2]:
                 returns.setdefault(n, episodic_return)  # of the first episode
             if len(returns) == N:
                 break
