@@ -165,7 +165,7 @@ def make_envs(args, num_envs, video_dir=None):
             assert env.render() is not None, "it renders nothing"
         if recorded and video_dir:
             env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
-        is_vector = len(env.observation_space.shape or ()) == 1
+        is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
         return env if is_vector else gym.wrappers.FlattenObservation(env)
 
     if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
@@ -537,7 +537,7 @@ def train(args, checkpoint=None):
         unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
-        for name, x in {**means, "observations": data["raw_obs"], "rewards": data["rewards"]}.items():
+        for name, x in {"observations": data["raw_obs"], "rewards": data["rewards"], **means}.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:

@@ -3,6 +3,8 @@
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
 
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
@@ -43,23 +45,61 @@ def small_args(env_id, **flags):
 
 
 def small_agent(env_id, **flags):
-    """Environments, agent, optimiser state and stream of a run that has just begun, statistics not empty."""
+    """Environments, agent, optimizer state and env_state of a run that has just begun, statistics not empty."""
     args = small_args(env_id, **flags)
-    envs, agent, opt = ppo.build(args, None, args.num_envs, ppo.set_up_torch(args))
-    stream = ppo.restart(envs, agent, 0, 0)
-    agent.obs_rms.update(ppo.collect(envs, agent, agent.act, stream)[1])
-    return envs, agent, opt, stream
+    envs = ppo.make_envs(args, args.num_envs)
+    agent, opt = ppo.make_agent(envs, args, ppo.set_up_torch(args), None)
+    env_state = ppo.reset_envs(envs, agent, 0)
+    agent.obs_rms.update(ppo.rollout(envs, agent, agent.act, env_state)[0]["raw_obs"])
+    return envs, agent, opt, env_state
 
 
-def hyper_of(args, **changes):
-    """What `update` takes beside the agent: the flags that may change while it runs."""
-    return {name: getattr(args, name) for name in ppo.LIVE} | changes
+def coefs_of(args, **changes):
+    """What `train_step` takes beside agent and batch: the numbers that may change from step to step."""
+    names = ("learning_rate", "clip_coef", "ent_coef", "vf_coef")
+    return torch.tensor([changes.get(name, getattr(args, name)) for name in names])
+
+
+def load_agent(run_dir):
+    """The agent of a run's checkpoint."""
+    checkpoint, args = ppo.load_checkpoint(run_dir)
+    envs = ppo.make_envs(args, 1)
+    agent, _ = ppo.make_agent(envs, args, torch.device("cpu"), checkpoint)
+    envs.close()
+    return agent
 
 
 def trained(run_dir, env_id, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""
-    args = small_args(env_id, run_dir=str(run_dir), **flags)
-    summary = ppo.train(args)
-    envs, agent, _ = ppo.build(args, ppo.load_checkpoint(run_dir), 1, torch.device("cpu"))
-    envs.close()
-    return agent, summary
+    summary = ppo.train(small_args(env_id, run_dir=str(run_dir), **flags))
+    return load_agent(run_dir), summary
+
+
+def watched_run(run_dir, env_id, on_step=None, checkpoint=None, script=ppo, **flags):
+    """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
+
+    Returns the agent, the optimizer state, all rollouts (the uncounted first included) and the losses
+    after each step."""
+    seen = SimpleNamespace(rollouts=[], losses=[])
+    make_agent, rollout, train_step = script.make_agent, script.rollout, script.train_step
+
+    def watched_make_agent(*args):
+        seen.agent, seen.opt = make_agent(*args)
+        return seen.agent, seen.opt
+
+    def watched_rollout(*args):
+        seen.rollouts.append(rollout(*args))
+        return seen.rollouts[-1]
+
+    def watched_step(*args):
+        if on_step:
+            on_step(*args)
+        train_step(*args)
+        seen.losses.append(args[-1].clone())
+
+    args = small_args(env_id, **{"run_dir": str(run_dir)} | flags)
+    with (patch.object(script, "make_agent", watched_make_agent), patch.object(script, "rollout", watched_rollout),
+          patch.object(script, "train_step", watched_step),
+          patch.object(script, "evaluate", lambda *_: {"eval_mean": 0.0})):
+        script.train(args, checkpoint)
+    return seen

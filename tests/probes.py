@@ -2,6 +2,8 @@
 
 `probes:Bandit-v0` is an --env-id wherever this folder is on the path, `tests.probes:Bandit-v0` above it."""
 
+import copy
+
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
@@ -87,15 +89,26 @@ class Masked(Probe):
 
     action_space = Discrete(4)
     length = 3
+    forbid = True  # off: forbidden actions are played
 
     def info(self):
         self.mask = self.np_random.permutation(np.array([1, 1, 0, 0], np.int8))
         return {"action_mask": self.mask}
 
     def reward(self, action):
-        if not self.mask[action]:
+        if self.forbid and not self.mask[action]:
             raise ValueError(f"action {action} is forbidden")
         return action / 3
+
+
+class MaskedAtReset(Masked):
+    """The mask is in reset's info only, and holds for the first step."""
+
+    def info(self):
+        return super().info() if self.t == 0 else {}
+
+    def reward(self, action):
+        return super().reward(action) if self.t == 0 else 0
 
 
 class Target(Probe):
@@ -120,6 +133,43 @@ class DictObservation(Probe):
 
     def reward(self, action):
         return action == self.shown["target"]
+
+
+class BooleanObservation(Probe):
+    """Two booleans; their exclusive or is the action that earns 1."""
+
+    observation_space = Box(0, 1, (2,), bool)
+
+    def observe(self):
+        self.shown = self.np_random.integers(2, size=2).astype(bool)
+        return self.shown
+
+    def reward(self, action):
+        return action == self.shown[0] ^ self.shown[1]
+
+
+class Shown(Probe):
+    """An observation of any space, whatever is done."""
+
+    def __init__(self, observation_space, render_mode=None):
+        self.observation_space = observation_space
+
+    def observe(self):
+        return self.observation_space.sample()
+
+
+class Endless(Probe):
+    """Reward 1 for ever; its specification names a time limit that nothing enforces, or none."""
+
+    length = None
+
+    def __init__(self, limit=40, render_mode=None):
+        self.limit = limit
+
+    def reset(self, *, seed=None, options=None):
+        self.spec = copy.deepcopy(self.spec)
+        self.spec.max_episode_steps = self.limit
+        return super().reset(seed=seed)
 
 
 class Broken(Probe):
@@ -152,6 +202,13 @@ ENVIRONMENTS = {
     "Forever-v0": (Forever, {}),
     "Memory-v0": (Memory, {}),
     "Masked-v0": (Masked, {}),
+    "MaskedAtReset-v0": (MaskedAtReset, {}),
+    "Endless-v0": (Endless, {}),
+    "BooleanObservation-v0": (BooleanObservation, {}),
+    "ShownDiscrete-v0": (Shown, {"observation_space": Discrete(3)}),
+    "ShownMultiBinary-v0": (Shown, {"observation_space": MultiBinary(3)}),
+    "ShownMultiDiscrete-v0": (Shown, {"observation_space": MultiDiscrete([2, 3])}),
+    "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
     "DiscreteStart-v0": (Target, {"action_space": Discrete(3, start=5), "target": 7}),
     "MultiDiscrete-v0": (Target, {"action_space": MultiDiscrete([3, 4]), "target": [2, 1]}),
     "MultiDiscreteStart-v0": (

@@ -1,10 +1,14 @@
 """The mathematics against brute force, closed forms, NumPy and PyTorch's own."""
 
+import copy
+from types import SimpleNamespace
+
 import gymnasium as gym
 import numpy as np
+import probes  # noqa: F401
 import pytest
 import torch
-from conftest import small_args
+from conftest import coefs_of, small_agent, small_args
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 
@@ -13,31 +17,43 @@ import ppo_continuous as ppo
 BOX = Box(-1, 1, (2,))
 
 
-def make_agent(space=BOX, obs_dim=3, **flags):
-    return ppo.Agent(obs_dim, space, small_args("unused", **flags))
+def make_agent(space=BOX, obs_dim=3, with_opt=False, **flags):
+    envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (obs_dim,)))
+    agent, opt = ppo.make_agent(envs, small_args("unused", **flags), torch.device("cpu"), None)
+    return (agent, opt) if with_opt else agent
 
 
 # -------------------------------------------------------------------------------------------------------- GAE
 
 
 def random_rollout(steps=12, envs=5, seed=0):
-    """Rewards, values, next values, terminated and done with all four endings, also in the last step."""
+    """Rewards, values, the value after the rollout, final values and dones, with all four endings, also in
+    the last step."""
     rng = np.random.default_rng(seed)
     terminated, truncated = rng.random((2, steps, envs)) < 0.2
     terminated[-1, :3], truncated[-1, :3] = [True, False, True], [False, True, True]
-    arrays = (*rng.normal(size=(3, steps, envs)), terminated, terminated | truncated)
+    rewards, values, final_values = rng.normal(size=(3, steps, envs))
+    final_values[terminated] = 0
+    arrays = rewards, values, rng.normal(size=(1, envs)), final_values, terminated | truncated
     return [torch.tensor(x, dtype=torch.float64) for x in arrays]
 
 
-def brute_force_advantages(rewards, values, next_values, terminated, done, gamma, gae_lambda):
+def next_value(t, n, values, last_value, final_values, dones):
+    """Of the state that the action of step t led to."""
+    if dones[t, n]:
+        return final_values[t, n]
+    return values[t + 1, n] if t + 1 < len(values) else last_value[0, n]
+
+
+def brute_force_advantages(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
     """The sum over all later steps of the episode, for each step anew."""
     result = torch.zeros_like(rewards)
     for n in range(rewards.shape[1]):
         for t in range(len(rewards)):
             for k in range(t, len(rewards)):
-                future = 0 if terminated[k, n] else gamma * next_values[k, n]
+                future = gamma * next_value(k, n, values, last_value, final_values, dones)
                 result[t, n] += (gamma * gae_lambda) ** (k - t) * (rewards[k, n] + future - values[k, n])
-                if done[k, n]:
+                if dones[k, n]:
                     break
     return result
 
@@ -50,28 +66,29 @@ def test_gae_is_the_double_sum(gamma, gae_lambda):
         torch.testing.assert_close(ppo.compute_gae(*rollout, gamma, gae_lambda), expected)
 
 
-def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23():
+@pytest.mark.parametrize("ends", [True, False])
+def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23(ends):
     rewards, zeros = torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1)
-    end = torch.tensor([[0.0], [0.0], [1.0]])
-    returns = ppo.compute_gae(rewards, zeros, zeros, end, end, gamma=0.1, gae_lambda=1.0)
+    dones = torch.tensor([[0.0], [0.0], [float(ends)]])
+    last_value = torch.full((1, 1), 100.0 * ends)  # of another episode, or 0
+    returns = ppo.compute_gae(rewards, zeros, last_value, zeros, dones, gamma=0.1, gae_lambda=1.0)
     torch.testing.assert_close(returns, torch.tensor([[1.23], [2.3], [3.0]]))
 
 
 def test_lambda_1_gives_n_step_returns():
-    rewards, values, _, terminated, done = random_rollout()
-    after = torch.randn_like(rewards)
-    after[:-1] = torch.where(done[:-1] > 0, after[:-1], values[1:])
-    advantages = ppo.compute_gae(rewards, values, after, terminated, done, 0.9, 1.0)
-    goal = after[-1]
+    rewards, values, last_value, final_values, dones = random_rollout()
+    advantages = ppo.compute_gae(rewards, values, last_value, final_values, dones, 0.9, 1.0)
+    goal = last_value[0]
     for t in reversed(range(len(rewards))):
-        goal = rewards[t] + 0.9 * torch.where(done[t] > 0, after[t], goal) * (1 - terminated[t])
+        goal = rewards[t] + 0.9 * torch.where(dones[t] > 0, final_values[t], goal)
         torch.testing.assert_close(advantages[t] + values[t], goal)
 
 
 def test_lambda_0_gives_one_step_advantages():
-    rewards, values, after, terminated, done = random_rollout()
-    expected = rewards + 0.9 * after * (1 - terminated) - values
-    torch.testing.assert_close(ppo.compute_gae(rewards, values, after, terminated, done, 0.9, 0.0), expected)
+    rewards, values, *rest = random_rollout()
+    after = [[next_value(t, n, values, *rest) for n in range(5)] for t in range(12)]
+    expected = rewards + 0.9 * torch.tensor(after).double() - values
+    torch.testing.assert_close(ppo.compute_gae(rewards, values, *rest, 0.9, 0.0), expected)
 
 
 class Line(gym.Env):
@@ -93,47 +110,48 @@ class Line(gym.Env):
 
 
 def collect_line(truncate, **flags):
-    """Agent whose value is its observation, and a rollout of an episode and two steps of the next."""
+    """A rollout of an episode and two steps of the next, by an agent whose value is its observation."""
     args = small_args("unused", num_envs=2, num_steps=5, num_minibatches=1, norm_obs=False, **flags)
-    envs = gym.vector.SyncVectorEnv([lambda: ppo.SlimInfo(Line(truncate))] * 2,
-                                    autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
-    agent = ppo.Agent(1, envs.single_action_space, args)
+    envs = ppo.VectorEnv([lambda: Line(truncate)] * 2, autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    agent = ppo.Agent(envs, args, torch.device("cpu"))
     agent.critic = nn.Identity()
-    stream = ppo.reset_stream(envs, agent, [0, 1])
-    return agent, ppo.collect(envs, agent, agent.act, stream)[0]
+    env_state = ppo.reset_envs(envs, agent, 0)
+    data, episodes = ppo.rollout(envs, agent, agent.act, env_state)
+    assert episodes == [(0, 3.0, 3), (1, 3.0, 3)]  # environment, return, length
+    assert env_state.obs.tolist() == [[3], [3]] and env_state.starts.tolist() == [[0, 0]]
+    return agent, data
 
 
-def test_next_value_is_of_the_final_observation_at_a_truncation():
-    agent, rollout = collect_line(truncate=True)
-    assert rollout["values"][:, 0].tolist() == [1, 2, 3, 1, 2]
-    assert rollout["done"][:, 0].tolist() == [0, 0, 1, 0, 0] and not rollout["terminated"].any()
+def test_the_value_at_a_time_limit_is_of_the_final_observation():
+    _, data = collect_line(truncate=True)
     for n in range(2):
-        assert ppo.next_values(agent, rollout, rollout["values"])[:, n].tolist() == [2, 3, 4, 2, 3]
+        assert data["values"][:, n].tolist() == [1, 2, 3, 1, 2]
+        assert data["dones"][:, n].tolist() == [0, 0, 1, 0, 0]
+        assert data["starts"][:, n].tolist() == [1, 0, 0, 1, 0]
+        assert data["final_values"][:, n].tolist() == [0, 0, 4, 0, 0]
 
 
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
-def test_next_value_at_a_truncation_remembers_the_episode(rnn):
-    agent, rollout = collect_line(truncate=True, rnn=rnn, rnn_hidden=1)  # the value is the layer's output
+def test_the_value_at_a_time_limit_remembers_the_episode(rnn):
+    agent, data = collect_line(truncate=True, rnn=rnn, rnn_hidden=1)  # the value is the layer's output
     with torch.no_grad():
         first, second, third, final = agent.rnn(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))[0].unbind()
-        after = ppo.next_values(agent, rollout, rollout["values"])[:, 0]
-    torch.testing.assert_close(rollout["values"][:, 0], torch.cat([first, second, third, first, second]))
-    torch.testing.assert_close(after, torch.cat([second, third, final, second, third]))
+    torch.testing.assert_close(data["values"][:, 0], torch.cat([first, second, third, first, second]))
+    torch.testing.assert_close(data["final_values"][2], final.expand(2))
 
 
 @pytest.mark.parametrize("truncate, flags", [(False, {}), (True, {"truncation_bootstrap": False})])
 def test_nothing_counts_after_a_termination_or_after_a_truncation_without_bootstrap(truncate, flags):
-    agent, rollout = collect_line(truncate, **flags)
-    assert torch.equal(rollout["terminated"], rollout["done"])
-    values = rollout["values"]
-    after = ppo.next_values(agent, rollout, values)
-    done = rollout["done"]
-    advantages = ppo.compute_gae(rollout["rewards"], values, after, rollout["terminated"], done, 0.5, 0)
+    _, data = collect_line(truncate, **flags)
+    assert not data["final_values"].any()
+    advantages = ppo.compute_gae(data["rewards"], data["values"], torch.full((1, 2), 3.0), data["final_values"],
+                                 data["dones"], 0.5, 0)
     # 1 + 0.5 * (2, 3, nothing, 2, 3) - (1, 2, 3, 1, 2)
     assert advantages[:, 0].tolist() == [1, 0.5, -2, 1, 0.5]
 
 
-# ---------------------------------------------------------------------------------- statistics, normalisation
+# ---------------------------------------------------------------------------------- statistics, normalization
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
@@ -141,10 +159,11 @@ def test_running_statistics_are_those_of_all_data(offset):
     rng, statistics = np.random.default_rng(0), ppo.RunningMeanStd(3)
     batches = [offset + rng.normal(i, 1 + i, size=(size, 2, 3)) for i, size in enumerate((1, 50, 7, 300))]
     for batch in batches:
-        statistics.update(batch)
+        statistics.update(torch.from_numpy(batch))
     data = np.concatenate(batches).reshape(-1, 3)
     np.testing.assert_allclose(statistics.mean, data.mean(0), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(statistics.var, data.var(0), rtol=1e-8)
+    np.testing.assert_allclose(statistics.std(), np.sqrt(data.var(0) + 1e-8), rtol=1e-8)
     assert statistics.count == len(data)
 
 
@@ -153,117 +172,150 @@ def test_running_statistics_stay_float64_when_the_agent_is_moved():
     assert agent.obs_rms.mean.dtype == agent.value_rms.var.dtype == torch.float64
 
 
-def test_observations_are_normalised_and_clipped():
+def test_observations_are_normalized_and_clipped():
     agent = make_agent(obs_dim=2, clip_obs=1.5)
     agent.obs_rms.mean[:], agent.obs_rms.var[:] = torch.tensor([1.0, 5.0]), torch.tensor([4.0, 0.01])
     obs = torch.tensor([[3.0, 6.0]], dtype=torch.float64)
     torch.testing.assert_close(agent.normalize(obs), torch.tensor([[1.0, 1.5]]))
+    agent.args.clip_obs = 0.0
+    torch.testing.assert_close(agent.normalize(obs), torch.tensor([[1.0, 10.0]]), rtol=1e-5, atol=0)
+    agent.args.norm_obs = False
+    torch.testing.assert_close(agent.normalize(obs), torch.tensor([[3.0, 6.0]]))
 
 
-def test_rewards_are_over_the_deviation_of_the_discounted_return():
-    rng, agent = np.random.default_rng(0), make_agent(norm_reward=True, clip_reward=1.0, gamma=0.9)
-    running, current, seen = torch.zeros(3), [0.0] * 3, []
+@pytest.mark.parametrize("clip_reward", [1.0, 0.0])
+def test_rewards_are_over_the_std_of_the_discounted_return(clip_reward):
+    """That of all returns so far, the step's own included. In evaluation they are raw, and nothing counts."""
+    flags = {"norm_reward": True, "clip_reward": clip_reward, "gamma": 0.9, "num_envs": 3, "num_steps": 20,
+             "num_minibatches": 1}
+    envs, agent, _, _ = small_agent("Masked-v0", **flags)  # episodes of three steps, rewards 0 to 1
+    agent.reward_rms = ppo.RunningMeanStd()
+    env_state, raw, step = ppo.reset_envs(envs, agent, 1), [], envs.step
+
+    def noisy_step(action):
+        obs, reward, *rest = step(action)
+        raw.append(reward - 0.3)
+        return obs, raw[-1], *rest
+
+    envs.step = noisy_step
+    current, seen, expected = np.zeros(3), [], []
     for _ in range(3):
-        rewards, done = rng.normal(size=(20, 3)).astype(np.float32), rng.random((20, 3)) < 0.2
+        data, _ = ppo.rollout(envs, agent, agent.act, env_state)
         for t in range(20):
-            for n in range(3):
-                current[n] = 0.9 * current[n] + rewards[t, n]
-                seen.append(current[n])
-                if done[t, n]:
-                    current[n] = 0.0
-        result = ppo.normalize_rewards(torch.tensor(rewards), torch.tensor(done).float(), running, agent)
-        expected = np.clip(rewards / np.sqrt(np.var(seen) + 1e-8), -1, 1)
-        np.testing.assert_allclose(result, expected, rtol=1e-5)
-        assert (np.abs(expected) == 1).any() and (np.abs(expected) < 1).any()
-        np.testing.assert_allclose(running, current, rtol=1e-4, atol=1e-5)
+            current = 0.9 * current + raw[t]
+            seen.extend(current)
+            scaled = raw[t] / np.sqrt(np.var(seen) + 1e-8)
+            expected.append(scaled.clip(-clip_reward, clip_reward) if clip_reward else scaled)
+            current = current * (1 - data["dones"][t].numpy())
+        np.testing.assert_allclose(data["rewards"], expected, rtol=1e-5)
+        magnitude = np.abs(expected)
+        assert data["dones"].any() and (magnitude < 1).any() and ((magnitude == 1) if clip_reward else magnitude > 1).any()
+        np.testing.assert_allclose(env_state.discounted_return, current, rtol=1e-4, atol=1e-5)
+        raw.clear()
+        expected.clear()
+    agent.eval()
+    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    np.testing.assert_allclose(data["rewards"], raw, rtol=1e-6)
+    assert agent.reward_rms.count == 180
 
 
-# -------------------------------------------------------------------------------------------------- optimiser
+# ------------------------------------------------------------------------------------ loss and optimizer step
 
 
-def test_adam_step_is_pytorchs_adam():
-    start = torch.randn(50)
-    parameter = nn.Parameter(start.clone())
-    opt = {"params": start.clone(), "exp_avg": torch.zeros(50), "exp_avg_sq": torch.zeros(50),
-           "bias": torch.zeros(2)}
-    adam = torch.optim.Adam([parameter], eps=1e-5)
-    for i in range(10):
-        grad = torch.randn(50) * 10 ** -(i % 5)
-        parameter.grad, adam.param_groups[0]["lr"] = grad.clone(), 0.01 / (i + 1)
-        adam.step()
-        ppo.adam_step(opt, grad, torch.tensor(0.01 / (i + 1)), 1e-5)
-        torch.testing.assert_close(opt["params"], parameter.detach(), rtol=1e-5, atol=1e-7)
+def random_batch(agent, L=1, sequences=8, scale=1.0):
+    """A batch (L, S, ...) that no policy has played, its states (K, S, H) and a loss to add to."""
+    batch = {name: torch.randn(L, sequences) for name in ("logprobs", "values", "returns", "advantages")}
+    batch["returns"] *= scale
+    batch["logprobs"] -= 3
+    batch |= {"obs": torch.randn(L, sequences, 3), "actions": torch.randn(L, sequences, 2)}
+    batch |= {"starts": torch.zeros(L, sequences), "mask": torch.ones(L, sequences, 0, dtype=torch.bool)}
+    states = torch.zeros(agent.num_states, sequences, agent.args.rnn_hidden)
+    return batch, states, torch.zeros(len(ppo.LOSSES))
 
 
-def one_minibatch(agent, steps=8):
-    """A batch (1, steps, ...) that no policy has played, its states and all its indices."""
-    batch = {name: torch.randn(1, steps) for name in ("logprobs", "values", "returns", "advantages")}
-    batch["returns"] *= 100
-    batch |= {"obs": torch.randn(1, steps, 3), "actions": torch.randn(1, steps, 2)}
-    batch["starts"] = torch.zeros(1, steps)
-    return batch, torch.zeros(steps, 0), torch.arange(steps)
-
-
-@pytest.mark.parametrize("max_grad_norm, clipped", [(0.5, True), (1e9, False), (0.0, False)])
-def test_train_step_is_backward_clip_grad_norm_and_adam(max_grad_norm, clipped):
-    agent = make_agent(max_grad_norm=max_grad_norm, ent_coef=0.1)
-    opt, (batch, state, index) = ppo.flatten_parameters(agent), one_minibatch(agent)
-    hyper, metrics = torch.tensor([0.01, 0.2, 0.1, 0.5]), torch.zeros(len(ppo.METRICS))
-    _, logprob, entropy, value, _ = agent(batch["obs"], state, batch["starts"], None, batch["actions"])
-    loss, _ = ppo.ppo_loss(logprob, entropy, value, batch, hyper, agent.value_std, agent.args)
-    loss.backward()
-    copies = [nn.Parameter(p.detach().clone()) for p in agent.parameters()]
-    for copy, parameter in zip(copies, agent.parameters(), strict=True):
-        copy.grad = parameter.grad.clone()
-    norm = nn.utils.clip_grad_norm_(copies, max_grad_norm or float("inf"))
-    assert (0 < max_grad_norm < norm) == clipped
-    torch.optim.Adam(copies, lr=0.01, eps=1e-5).step()
-    with torch.no_grad():
-        ppo.train_step(agent, opt, batch, state, index, hyper, metrics)
-    torch.testing.assert_close(metrics[-1], norm)
-    expected = nn.utils.parameters_to_vector(copies).detach()
-    torch.testing.assert_close(opt["params"], expected, rtol=1e-5, atol=1e-6)
-    assert torch.equal(nn.utils.parameters_to_vector(agent.parameters()), opt["params"])
-
-
-# ------------------------------------------------------------------------------------------------------- loss
-
-
-@pytest.mark.parametrize("clip_vloss", [False, True])
-@pytest.mark.parametrize("norm_adv_scope", ["minibatch", "batch"])
-def test_ppo_loss_is_the_sum_over_steps_written_out(clip_vloss, norm_adv_scope):
-    args = small_args("unused", clip_vloss=clip_vloss, norm_adv_scope=norm_adv_scope)
-    rng, value_std = np.random.default_rng(0), 3.0
-    newlogprob, entropy, newvalue, oldlogprob, oldvalue, returns, adv = rng.normal(size=(7, 2, 10)) * 0.5
-    used = (adv - adv.mean()) / (adv.std(ddof=1) + 1e-8) if norm_adv_scope == "minibatch" else adv
-    policy, value, outside = [], [], []
-    for i in np.ndindex(2, 10):
-        ratio = np.exp(newlogprob[i] - oldlogprob[i])
-        policy.append(-min(ratio * used[i], np.clip(ratio, 0.8, 1.2) * used[i]))
-        errors = [((newvalue[i] - returns[i]) / value_std) ** 2]
-        if clip_vloss:
-            moved = oldvalue[i] + np.clip(newvalue[i] - oldvalue[i], -0.2 * value_std, 0.2 * value_std)
-            errors.append(((moved - returns[i]) / value_std) ** 2)
+def written_out_loss(agent, batch, states, coefs):
+    """The loss, step by step in float64, and the numbers that are logged."""
+    args, value_std = agent.args, agent.value_std.item()
+    _, newlogprob, entropy, newvalue, _ = agent(batch["obs"], states, batch["starts"], batch["mask"],
+                                                batch["actions"])
+    _, clip_coef, ent_coef, vf_coef = coefs.tolist()
+    newlogprob, entropy, newvalue = newlogprob.double(), entropy.double(), newvalue.double()
+    advantages = batch["advantages"].double()
+    if args.norm_adv:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    policy, value, outside, k1, k3 = [], [], [], [], []
+    for i in np.ndindex(*newvalue.shape):
+        logratio = newlogprob[i] - batch["logprobs"][i]
+        ratio = torch.exp(logratio)
+        policy.append(-torch.min(ratio * advantages[i], ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages[i]))
+        errors = [((newvalue[i] - batch["returns"][i]) / value_std) ** 2]
+        if args.clip_vloss:
+            change = (newvalue[i] - batch["values"][i]).clamp(-clip_coef * value_std, clip_coef * value_std)
+            errors.append(((batch["values"][i] + change - batch["returns"][i]) / value_std) ** 2)
         value.append(0.5 * max(errors))
-        outside.append(not 0.8 <= ratio <= 1.2)
-    expected = np.mean(policy) - 0.01 * np.mean(entropy) + 0.7 * np.mean(value)
-    mb = {"logprobs": oldlogprob, "values": oldvalue, "returns": returns, "advantages": adv}
-    mb = {name: torch.tensor(x) for name, x in mb.items()}
-    loss, metrics = ppo.ppo_loss(torch.tensor(newlogprob), torch.tensor(entropy), torch.tensor(newvalue), mb,
-                                 torch.tensor([0, 0.2, 0.01, 0.7]).double(), torch.tensor(value_std), args)
-    logratio = newlogprob - oldlogprob
-    kl = [-logratio.mean(), (np.exp(logratio) - 1 - logratio).mean()]
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    means = [np.mean(x) for x in (policy, value, entropy)]
-    np.testing.assert_allclose(metrics, [*means, *kl, np.mean(outside)], rtol=1e-6)
+        outside.append(float(not 1 - clip_coef <= ratio <= 1 + clip_coef))
+        k1.append(-logratio)
+        k3.append(ratio - 1 - logratio)
+    means = [sum(x) / len(x) for x in (policy, value, entropy.flatten(), k1, k3, outside)]
+    return means[0] - ent_coef * means[2] + vf_coef * means[1], [float(torch.as_tensor(x).detach()) for x in means]
+
+
+@pytest.mark.parametrize("flags", [
+    {}, {"norm_adv": False}, {"clip_vloss": True}, {"learn_std": True}, {"share_network": True},
+    {"max_grad_norm": 1e9}, {"max_grad_norm": 0.0}, {"rnn": "gru"}, {"rnn": "lstm"}], ids=str)
+def test_train_step_is_the_written_out_loss_and_pytorchs_clipping_and_adam(flags):
+    agent, opt = make_agent(with_opt=True, **flags)
+    agent.value_std.fill_(3.0)
+    reference, previous = copy.deepcopy(agent), opt["params"].clone()
+    adam, norms = torch.optim.Adam(reference.parameters(), eps=agent.args.adam_eps), []
+    for i in range(6):
+        L = 4 if "rnn" in flags else 1
+        batch, states, losses = random_batch(agent, L=L, scale=10.0 ** (i % 3))
+        coefs = coefs_of(agent.args, learning_rate=0.01 / (i + 1), ent_coef=0.1)
+        with torch.no_grad():
+            ppo.train_step(agent, opt, batch, states, torch.arange(8), coefs, losses)
+        loss, debug = written_out_loss(reference, batch, states, coefs)
+        adam.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(reference.parameters(), agent.args.max_grad_norm or float("inf"))
+        adam.param_groups[0]["lr"] = 0.01 / (i + 1)
+        adam.step()
+        norms.append(norm.item())
+        np.testing.assert_allclose(losses, [*debug, norm.item()], rtol=2e-3, atol=1e-4)
+        expected = nn.utils.parameters_to_vector(reference.parameters()).detach()
+        torch.testing.assert_close(opt["params"], expected, rtol=1e-3, atol=2e-5)
+        assert torch.equal(nn.utils.parameters_to_vector(agent.parameters()), opt["params"])  # views of it
+        assert not torch.equal(opt["params"], previous)
+        previous = opt["params"].clone()
+    assert (0 < agent.args.max_grad_norm < max(norms)) == (agent.args.max_grad_norm == 0.5)
+
+
+def test_train_step_learns_from_its_index_only_and_adds_to_the_losses():
+    params, sums = [], []
+    for fill in (0.0, 7.0):
+        torch.manual_seed(0)
+        agent, opt = make_agent(with_opt=True)
+        batch, states, losses = random_batch(agent)
+        for name in ("returns", "advantages"):
+            batch[name][:, 4:] = fill
+        with torch.no_grad():
+            for _ in range(2):
+                ppo.train_step(agent, opt, batch, states, torch.arange(4), coefs_of(agent.args), losses)
+                sums.append(losses.clone())
+        params.append(opt["params"])
+    assert torch.equal(*params) and (sums[1] != sums[0]).all()
 
 
 def test_entropy_lowers_the_loss():
-    zeros = torch.zeros(1, 4)
-    mb = dict.fromkeys(("logprobs", "values", "returns", "advantages"), zeros)
-    loss, _ = ppo.ppo_loss(zeros, zeros + 3, zeros, mb, torch.tensor([0, 0.2, 0.1, 0.5]), torch.tensor(1.0),
-                           small_args("unused"))
-    assert loss.item() == pytest.approx(-0.3)
+    """With no advantage and no value error, the std grows as far as the entropy bonus says."""
+    agent, opt = make_agent(with_opt=True, learn_std=True, norm_adv=False)
+    batch, states, losses = random_batch(agent)
+    batch["advantages"] *= 0
+    before = agent.log_std.detach().clone()
+    with torch.no_grad():
+        ppo.train_step(agent, opt, batch, states, torch.arange(8), coefs_of(agent.args, vf_coef=0, ent_coef=1),
+                       losses)
+    assert (agent.log_std > before).all()
 
 
 # -------------------------------------------------------------------------------------------------- densities
@@ -272,17 +324,22 @@ def test_entropy_lowers_the_loss():
 def act(agent, obs, action=None, mask=None, noise=0.0):
     """Action, log-probability and entropy of a feed-forward agent for observations (M, O)."""
     m = len(obs)
+    if mask is None:
+        mask = torch.ones(1, m, sum(agent.num_choices), dtype=torch.bool)
     with torch.no_grad():
-        result = agent(obs[None], torch.zeros(m, 0), torch.zeros(1, m), mask, action, noise)
+        result = agent(obs[None], torch.zeros(0, m, agent.args.rnn_hidden), torch.zeros(1, m), mask, action, noise)
     return [x[0] for x in result[:3]]
 
 
-@pytest.mark.parametrize("state_dependent_std", [False, True])
-def test_normal_policy_is_pytorchs_normal(state_dependent_std):
-    agent = make_agent(state_dependent_std=state_dependent_std, log_std_init=-1.0)
+def gumbel(*shape):
+    return -torch.empty(shape).exponential_().log()
+
+
+@pytest.mark.parametrize("log_std", [-1.0, 0.5, 4.0, -9.0])
+def test_normal_policy_is_pytorchs_normal(log_std):
+    agent = make_agent(log_std_init=log_std)
     obs, action = torch.randn(6, 3), torch.randn(1, 6, 2)
-    output = agent.actor(obs).detach()
-    mean, std = output[:, :2], (output[:, 2:] - 1 if state_dependent_std else torch.full((6, 2), -1.0)).exp()
+    mean, std = agent.actor(obs).detach(), torch.full((6, 2), min(max(log_std, -5), 2)).exp()
     normal = torch.distributions.Normal(mean, std)
     _, logprob, entropy = act(agent, obs, action)
     torch.testing.assert_close(logprob, normal.log_prob(action[0]).sum(-1))
@@ -290,30 +347,6 @@ def test_normal_policy_is_pytorchs_normal(state_dependent_std):
     noise = torch.randn(6, 2)
     torch.testing.assert_close(act(agent, obs, noise=noise)[0], mean + std * noise)
     torch.testing.assert_close(act(agent, obs)[0], mean)
-
-
-@pytest.mark.parametrize("log_std", [-2.0, -1.0, 0.0])
-def test_tanh_normal_density_integrates_to_one_over_the_bounds(log_std):
-    agent = make_agent(Box(-1, 1, (1,)), action_dist="tanh-normal", log_std_init=log_std)
-    squashed = torch.linspace(-1, 1, 200_002, dtype=torch.float64)[1:-1]
-    obs = torch.ones(len(squashed), 3)
-    _, logprob, _ = act(agent, obs, squashed.atanh().float().view(1, -1, 1))
-    assert torch.trapezoid(logprob.double().exp(), squashed).item() == pytest.approx(1, abs=1e-3)
-
-
-def test_tanh_normal_entropy_is_on_average_minus_the_mean_log_density():
-    agent = make_agent(Box(-1, 1, (1,)), action_dist="tanh-normal", log_std_init=0.0)
-    obs = torch.ones(200_000, 3)
-    _, logprob, entropy = act(agent, obs, noise=torch.randn(200_000, 1))
-    assert entropy.mean().item() == pytest.approx(-logprob.mean().item(), abs=0.02)
-    assert entropy.mean() < np.log(2)  # that of the uniform density
-
-
-def test_log_tanh_slope_is_exact_where_tanh_saturates():
-    x = torch.linspace(-5, 5, 101, dtype=torch.float64)
-    torch.testing.assert_close(ppo.log_tanh_slope(x), (1 - x.tanh() ** 2).log())
-    far = torch.tensor([-1000.0, -50.0, 50.0, 1000.0])
-    torch.testing.assert_close(ppo.log_tanh_slope(far), 2 * np.log(2) - 2 * far.abs())
 
 
 CHOICES = {"Discrete": (Discrete(4), [4]), "Discrete with start": (Discrete(4, start=3), [4]),
@@ -346,7 +379,7 @@ def test_forbidden_choices_have_probability_zero_and_are_never_sampled():
     agent, count = wide_logits(make_agent(MultiDiscrete([4, 2]))), 20_000
     obs, mask = torch.randn(1, 3).expand(count, 3), torch.tensor([True, False, False, True, False, True])
     masks = mask.expand(1, count, 6)
-    action, _, entropy = act(agent, obs, mask=masks, noise=agent.draw_noise(1, count))
+    action, _, entropy = act(agent, obs, mask=masks, noise=gumbel(1, count, 6))
     assert set(action[:, 0].tolist()) == {0, 3} and set(action[:, 1].tolist()) == {1}
     every = torch.cartesian_prod(torch.arange(4), torch.arange(2))
     probability = act(agent, obs[:8], every[None], masks[:, :8])[1].exp()
@@ -357,45 +390,44 @@ def test_forbidden_choices_have_probability_zero_and_are_never_sampled():
 
 
 def test_a_mask_gives_no_gradient_to_forbidden_choices():
-    logits, agent = torch.randn(1, 1, 4, requires_grad=True), make_agent(Discrete(4))
-    mask = torch.tensor([[[True, False, True, False]]])
-    _, logprob, entropy = agent.categorical(logits, mask, torch.zeros(1, 1, 1, dtype=torch.long), 0.0)
+    agent, mask = make_agent(Discrete(4)), torch.tensor([[[True, False, True, False]]])
+    nn.init.normal_(agent.actor[-1].bias)
+    action, state, starts = torch.zeros(1, 1, 1, dtype=torch.long), torch.zeros(0, 1, 16), torch.zeros(1, 1)
+    _, logprob, entropy, _, _ = agent(torch.randn(1, 1, 3), state, starts, mask, action)
     (logprob + entropy).sum().backward()
-    assert logits.grad.isfinite().all() and logits.grad[~mask].eq(0).all() and logits.grad[mask].ne(0).all()
+    grad = agent.actor[-1].bias.grad  # that of the logits
+    assert grad.isfinite().all() and grad[~mask[0, 0]].eq(0).all() and grad[mask[0, 0]].ne(0).all()
 
 
-def test_gumbel_noise_samples_the_softmax():
-    agent, count = wide_logits(make_agent(Discrete(4))), 100_000
-    obs = torch.randn(1, 3)
-    action, _, _ = act(agent, obs.expand(count, 3), noise=agent.draw_noise(1, count))
-    frequencies = torch.bincount(action[:, 0], minlength=4) / count
-    torch.testing.assert_close(frequencies, agent.actor(obs)[0].softmax(-1).detach(), atol=0.01, rtol=0)
+def test_a_rollout_samples_the_softmax():
+    envs, agent, _, env_state = small_agent("MultiDiscrete-v0", num_steps=2000)
+    nn.init.normal_(agent.actor[-1].bias)
+    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    logits = agent.actor(data["obs"][0, 0]).detach()
+    for choice, part in enumerate(logits.split([3, 4])):
+        frequencies = torch.bincount(data["actions"][..., choice].flatten(), minlength=len(part)) / 8000
+        torch.testing.assert_close(frequencies, part.softmax(-1), atol=0.03, rtol=0)
+    data, _ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
+    assert (data["actions"] == torch.stack([part.argmax() for part in logits.split([3, 4])])).all()
 
 
-def test_normal_noise_is_standard_normal():
-    noise = make_agent().draw_noise(50_000, 1, 1)
-    assert noise.shape == (50_000, 1, 1, 2)
-    assert abs(noise.mean()) < 0.02 and abs(noise.std() - 1) < 0.02
+def test_a_rollout_samples_the_normal():
+    envs, agent, _, env_state = small_agent("Bandit-v0", num_steps=2000)
+    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    mean = agent.actor(data["obs"][0, 0]).detach()
+    noise = ((data["actions"] - mean) / np.exp(-1)).flatten()
+    assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
+    assert (noise.abs() < 1).float().mean().item() == pytest.approx(0.683, abs=0.03)
+    assert abs((noise[1:] * noise[:-1]).mean()) < 0.05
+    data, _ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
+    torch.testing.assert_close(data["actions"], mean.expand(2000, 4, 1))
 
 
-# ---------------------------------------------------------------------------------- sequences, actions, seeds
-
-
-@pytest.mark.parametrize("length", [1, 3, 6])
-def test_sequences_are_stretches_of_time_of_one_environment(length):
-    t, n = torch.meshgrid(torch.arange(6), torch.arange(4), indexing="ij")
-    sequences = ppo.to_sequences(torch.stack([t, n], -1), length)
-    assert sequences.shape == (length, 24 // length, 2)
-    assert (sequences[..., 1] == sequences[0, :, 1]).all()
-    assert (sequences[:, :, 0] == sequences[0, :, 0] + torch.arange(length).unsqueeze(-1)).all()
-    starts = ppo.to_sequences(torch.stack([t, n], -1), length)[0]
-    assert torch.equal(starts, torch.stack([t, n], -1)[::length].flatten(0, 1))  # as states are stored
-    back = sequences.unflatten(1, (-1, 4)).transpose(0, 1).flatten(0, 1)
-    assert torch.equal(back, torch.stack([t, n], -1))
+# --------------------------------------------------------------------------------------------- actions, seeds
 
 
 def to_env(space, action, **flags):
-    return ppo.action_map(space, small_args("unused", **flags))(torch.tensor(action))
+    return ppo.read_action_space(space, small_args("unused", **flags))[1](torch.tensor(action))
 
 
 TWO_BOUNDS = Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32))
@@ -406,7 +438,6 @@ TWO_BOUNDS = Box(np.array([-2, 0], np.float32), np.array([2, 10], np.float32))
     ({"clip_actions": False}, [[-2, 7.5], [6, 10]]),
     ({"scale_actions": False}, [[-1, 0.5], [2, 1]]),
     ({"scale_actions": False, "clip_actions": False}, [[-1, 0.5], [3, 1]]),
-    ({"action_dist": "tanh-normal"}, np.tanh([[-1, 0.5], [3, 1]]) * [2, 5] + [0, 5]),
 ])
 def test_actions_are_scaled_and_clipped_to_the_bounds(flags, expected):
     action = to_env(TWO_BOUNDS, [[-1.0, 0.5], [3.0, 1.0]], **flags)
@@ -431,7 +462,7 @@ SPACES = [Box(-1, 1, (2, 3)), Discrete(3), Discrete(3, start=5), Discrete(3, dty
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_actions_are_members_of_their_space_with_its_dtype(space):
     agent = make_agent(space)
-    action, _, _ = act(agent, torch.randn(20, 3), noise=agent.draw_noise(1, 20))
+    action, _, _ = act(agent, torch.randn(20, 3), noise=torch.randn(1, 20, agent.num_outputs))
     for item in agent.to_env(action):
         assert space.contains(item) and np.asarray(item).dtype == space.dtype
 
@@ -441,14 +472,16 @@ def test_start_is_added_to_choices():
     assert to_env(MultiDiscrete([3, 4], start=[5, -2]), [[0, 0], [2, 3]]).tolist() == [[5, -2], [7, 1]]
 
 
-def test_tanh_normal_needs_bounds():
-    with pytest.raises(ppo.UsageError, match="bounded"):
-        ppo.action_map(Box(-np.inf, np.inf, (1,)), small_args("unused", action_dist="tanh-normal"))
-
-
 def test_seeds_of_different_runs_ranks_and_iterations_share_nothing():
+    seeds, numbers = [], []
+    agent = make_agent()
+    envs = SimpleNamespace(num_envs=16, reset=lambda seed: (seeds.append(seed) or np.zeros((16, 3)), {}))
     keys = [(seed, rank, iteration) for seed in range(5) for rank in range(4) for iteration in range(20)]
-    keys += [(seed, ppo.EVALUATION) for seed in range(5)]
-    seeds = [seed for key in keys for seed in ppo.derive_seeds(*key, n=17)]
-    assert len(set(seeds)) == len(seeds)
-    assert ppo.derive_seeds(1, 2, 3, n=5) == ppo.derive_seeds(1, 2, 3, n=5)
+    keys += [(seed, 2**31) for seed in range(5)]  # of evaluations
+    for key in keys:
+        ppo.reset_envs(envs, agent, *key)
+        numbers.append(torch.randint(2**62, ()).item())
+    flat = [seed for row in seeds for seed in row]
+    assert len(set(flat)) == len(flat) == 16 * len(keys) and len(set(numbers)) == len(keys)
+    ppo.reset_envs(envs, agent, *keys[7])
+    assert seeds[-1] == seeds[7] and torch.randint(2**62, ()).item() == numbers[7]

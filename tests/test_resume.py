@@ -16,29 +16,11 @@ SCRIPT = Path(__file__).parent.parent / "ppo_continuous.py"
 # 64 steps an iteration.
 SHORT = """--env-id CartPole-v1 --num-envs 2 --num-steps 32 --num-minibatches 2 --update-epochs 4
            --eval-episodes 1 --checkpoint-every 2"""
-# Ctrl-C at the end of the third call.
-DRIVER = """
-import os
-import signal
-import ppo_continuous as ppo
-
-calls, function = [], MOMENT
-
-def interrupted(*args):
-    result = function(*args)
-    calls.append(1)
-    if len(calls) == 3:
-        os.kill(os.getpid(), signal.SIGINT)
-    return result
-
-MOMENT = interrupted
-ppo.main()
-"""
 
 
-def start(folder, flags, driver=None, script=SCRIPT):
+def start(folder, flags, script=SCRIPT):
     shutil.copy(script, folder)
-    return subprocess.Popen([sys.executable, driver or script.name, *flags.split()], cwd=folder, text=True,
+    return subprocess.Popen([sys.executable, script.name, *flags.split()], cwd=folder, text=True,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -81,14 +63,24 @@ def read_metrics(run_dir):
         return list(csv.DictReader(file))
 
 
-def check_same(run_dir, expected, parts=("agent", "opt")):
-    """The same weights, optimiser, statistics and metrics, but for the time they took."""
+def flat(value, name=""):
+    """Tensors and numbers of nested dicts and lists, by the path to them."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {path: x for key, item in items for path, x in flat(item, f"{name}/{key}").items()}
+    return {name: value}
+
+
+def check_same(run_dir, expected, parts=("agent", "opt", "progress")):
+    """The same weights, optimizer, statistics, episodes and metrics, but for the time they took."""
     one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (run_dir, expected))
-    assert one["opt"]["exp_avg"].any() and one["at"]["iteration"] == two["at"]["iteration"]
+    assert any("exp_avg" in name and x.any() for name, x in flat(one["opt"]).items())
     for part in parts:
-        assert one[part].keys() == two[part].keys()
-        a, b = ({name: torch.as_tensor(x) for name, x in run[part].items()} for run in (one, two))
-        assert [name for name in b if not torch.equal(a[name], b[name])] == []
+        a, b = flat(one[part]), flat(two[part])
+        assert a.keys() == b.keys()
+        same = {name: torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name]))
+                for name in b if name != "/seconds" and b[name] is not None}
+        assert [name for name in same if not same[name]] == []
     rows = [read_metrics(folder) for folder in (run_dir, expected)]
     for row in (*rows[0], *rows[1]):
         del row["seconds"], row["SPS"]
@@ -170,28 +162,39 @@ def test_killed_while_writing_a_checkpoint(tmp_path):
     check_same(tmp_path / "run", tmp_path / "expected")
 
 
-@pytest.mark.parametrize("moment", ["ppo.update", "ppo.RunLog.log"])
-def test_ctrl_c_saves(moment, uninterrupted, tmp_path):
-    """Also when it comes after an iteration was found to need no checkpoint."""
-    (tmp_path / "driver.py").write_text(DRIVER.replace("MOMENT", moment))
-    flags = f"{uninterrupted[1]} --checkpoint-every 1000"
-    out = finish(start(tmp_path, f"{flags} --run-dir run", "driver.py"), code=130)
-    assert "--resume run" in out and not (tmp_path / "run" / "summary.json").exists()
-    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["at"]["iteration"]
-    rows = read_metrics(tmp_path / "run")
-    assert saved == len(rows) and saved in (3, 4)
+def test_ctrl_c_ends_the_run_without_a_traceback(uninterrupted, tmp_path):
+    """The last checkpoint stays, and the run can be resumed from it."""
+    process = start(tmp_path, f"{uninterrupted[1]} --run-dir run")
+    assert poll(process, (tmp_path / "run" / "checkpoint.pt").exists)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 130 and "Traceback" not in err and "Error" not in err, out + err
+    assert not (tmp_path / "run" / "summary.json").exists()
     finish(start(tmp_path, "--resume run"))
-    resumed = read_metrics(tmp_path / "run")
-    assert resumed[:saved] == rows
-    assert [int(row["global_step"]) for row in resumed] == list(range(64, 3841, 64))
+    check_same(tmp_path / "run", uninterrupted[0])
 
 
-def test_finished_run_goes_on(uninterrupted, tmp_path):
+def test_rows_after_the_checkpoint_are_cut_off(uninterrupted, tmp_path):
+    """Also one that was half written when the run was killed."""
+    shutil.copytree(uninterrupted[0], tmp_path / "run")
+    path = tmp_path / "run" / "metrics.csv"
+    before = path.read_text()
+    path.write_text(before + before.splitlines()[-1].replace("3840", "3904", 1) + "\n3968,0.5")
+    finish(start(tmp_path, "--resume run"))
+    assert path.read_text() == before
+
+
+def test_finished_run_is_extended(uninterrupted, tmp_path):
+    """A flag that is given again overrides that of the run; the others stay."""
     shutil.copytree(uninterrupted[0], tmp_path / "run")
     before = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    out = finish(start(tmp_path, "--resume run --total-timesteps 4096"))
+    finish(start(tmp_path, "--resume run --total-timesteps 4096 --ent-coef 0.02 --no-anneal-lr"))
     after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert "64 iterations" in out and after["at"]["global_step"] == 4096
-    assert read_metrics(tmp_path / "run")[:60] == read_metrics(uninterrupted[0])
+    assert after["progress"]["global_step"] == 4096 and after["progress"]["iteration"] == 64
+    changed = {name for name, x in after["args"].items() if x != before["args"][name]}
+    assert changed == {"total_timesteps", "ent_coef", "anneal_lr", "resume"}
+    rows = read_metrics(tmp_path / "run")
+    assert rows[:60] == read_metrics(uninterrupted[0])
+    assert [float(row["learning_rate"]) for row in rows[60:]] == [3e-4] * 4
     assert after["opt"]["bias"][1] > before["opt"]["bias"][1]
     assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
