@@ -17,6 +17,8 @@ its auxiliary ones: clip annealing, data parallelism, early stopping, action mas
 """
 
 import difflib
+import importlib
+import io
 import json
 import os
 import re
@@ -143,9 +145,9 @@ class Args:
         if self.num_steps % self.seq_len or sequences % self.num_minibatches:
             raise UsageError(f"{sequences} sequences / {self.num_minibatches} minibatches")
 
-RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "noop_max": (0, 1000),
-          "frame_skip": (1, 1000), "frame_stack": (1, 1000), "screen_size": (36, 1000),
-          "max_frames": (1, 10**9)}
+RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
+          "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
+          "frame_stack": (1, 1000), "screen_size": (36, 1000), "max_frames": (1, 10**9)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
@@ -357,7 +359,6 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         ratio = logratio.exp()
         clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
         pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
-        # Value loss
         v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
         if args.clip_vloss:  # [D9]
             change = ((newvalue - mb["values"]) / agent.value_std).clamp(-clip_coef, clip_coef)
@@ -384,12 +385,11 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
     losses.add_(torch.cat([debug, norm[None]]))
     if args.max_grad_norm:
         grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
-
-    # Adam (Kingma and Ba 2015, algorithm 1) [D3]
-    opt["exp_avg"].lerp_(grad, 0.1)
-    opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
+    betas = (0.9, 0.999)  # Adam (Kingma and Ba 2015, algorithm 1) [D3]
+    opt["exp_avg"].lerp_(grad, 1 - betas[0])
+    opt["exp_avg_sq"].lerp_(grad.square(), 1 - betas[1])
     # 1 - beta^t as a moving average of ones: pow() would double the time of the loop.
-    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * grad.new_tensor([0.1, 0.001])).unbind()
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * (1 - grad.new_tensor(betas))).unbind()
     std = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()  # a division per element would be slower
     opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (std + args.adam_eps))
 
@@ -600,6 +600,7 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, global_step):
+        wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
@@ -610,8 +611,7 @@ class RunLog:
         about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,
                  "numpy": np.__version__, "gymnasium": gym.__version__}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
-        if args.track:
-            import wandb
+        if wandb:
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
@@ -640,8 +640,10 @@ class RunLog:
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
+        data = io.BytesIO()  # a full disk is no OSError inside torch.save
+        torch.save(checkpoint, data)
         with open(self.run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
+            file.write(data.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")
@@ -702,7 +704,7 @@ def main():
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, ImportError, OSError, torch._dynamo.exc.TorchDynamoException) as error:
         hint = " (--no-compile does without a compiler)" if isinstance(error, RuntimeError) else ""
-        print(f"error: {str(error).splitlines()[0]}{hint}", file=sys.stderr)
+        print(f"error: {(str(error) or repr(error)).splitlines()[0]}{hint}", file=sys.stderr)
         sys.exit(2)
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Det
 """
 
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -316,8 +317,7 @@ class Agent(nn.Module):
         cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
         outputs = []
         for begin, end in pairwise(cuts):
-            if self.args.rnn_reset:
-                rnn_state = rnn_state * (1 - starts[begin])[:, None]  # [D34]
+            rnn_state = rnn_state * (1 - starts[begin] * self.args.rnn_reset)[:, None]  # [D34]
             hidden = rnn_state.split(1) if self.args.rnn == "lstm" else rnn_state
             output, hidden = self.rnn(obs[begin:end], hidden)
             rnn_state = torch.cat(hidden) if self.args.rnn == "lstm" else hidden
@@ -413,13 +413,12 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         grad = mean_over_ranks(grad)
     norm = grad.norm()
     losses.add_(torch.cat([debug, norm[None]]))
-    if args.max_grad_norm:
-        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
-    # Adam (Kingma and Ba 2015, algorithm 1) [D3]
-    opt["exp_avg"].lerp_(grad, 0.1)
-    opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
+    grad = grad * ((args.max_grad_norm or torch.inf) / (norm + 1e-6)).clamp(max=1)  # [D11]
+    betas = (0.9, 0.999)  # Adam (Kingma and Ba 2015, algorithm 1) [D3]
+    opt["exp_avg"].lerp_(grad, 1 - betas[0])
+    opt["exp_avg_sq"].lerp_(grad.square(), 1 - betas[1])
     # 1 - beta^t as a moving average of ones: pow() would double the time of the loop.
-    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * grad.new_tensor([0.1, 0.001])).unbind()
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * (1 - grad.new_tensor(betas))).unbind()
     std = (opt["exp_avg_sq"] * (1 / bias2)).sqrt()  # a division per element would be slower
     opt["params"].sub_(learning_rate / bias1 * opt["exp_avg"] / (std + args.adam_eps))
 
@@ -579,8 +578,7 @@ def make_agent(envs, args, device, checkpoint):
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args, device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-    opt = {"params": params, "exp_avg": torch.zeros_like(params),
-           "exp_avg_sq": torch.zeros_like(params), "bias": params.new_zeros(2)}
+    opt = {"params": params, "exp_avg": 0 * params, "exp_avg_sq": 0 * params, "bias": params.new_zeros(2)}
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
@@ -620,6 +618,7 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, global_step):
+        wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
@@ -630,8 +629,7 @@ class RunLog:
         about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,
                  "numpy": np.__version__, "gymnasium": gym.__version__}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
-        if args.track:
-            import wandb
+        if wandb:
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
@@ -660,8 +658,10 @@ class RunLog:
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
+        data = io.BytesIO()  # a full disk is no OSError inside torch.save
+        torch.save(checkpoint, data)
         with open(self.run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
+            file.write(data.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")
@@ -713,7 +713,7 @@ def main():
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, ImportError, OSError, torch._dynamo.exc.TorchDynamoException) as error:
         hint = " (--no-compile does without a compiler)" if isinstance(error, RuntimeError) else ""
-        print(f"error: {str(error).splitlines()[0]}{hint}", file=sys.stderr)
+        print(f"error: {(str(error) or repr(error)).splitlines()[0]}{hint}", file=sys.stderr)
         sys.exit(2)
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def small_args(env_id, **flags):
 
 
 def small_agent(env_id, **flags):
-    """Environments, agent, optimizer state and env_state of a run that has just begun, statistics not empty."""
+    """Environments, agent, optimizer state and env_state of a new run, statistics not empty."""
     args = small_args(env_id, **flags)
     envs = ppo.make_envs(args, args.num_envs)
     agent, opt = ppo.make_agent(envs, args, ppo.set_up_torch(args), None)
@@ -98,7 +98,8 @@ def watched_run(run_dir, env_id, on_step=None, checkpoint=None, script=ppo, **fl
         seen.losses.append(args[-1].clone())
 
     args = small_args(env_id, **{"run_dir": str(run_dir)} | flags)
-    with (patch.object(script, "make_agent", watched_make_agent), patch.object(script, "rollout", watched_rollout),
+    with (patch.object(script, "make_agent", watched_make_agent),
+          patch.object(script, "rollout", watched_rollout),
           patch.object(script, "train_step", watched_step),
           patch.object(script, "evaluate", lambda *_: {"eval_mean": 0.0})):
         script.train(args, checkpoint)

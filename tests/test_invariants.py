@@ -4,7 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
-import probes  # noqa: F401
+import probes
 import pytest
 import torch
 from conftest import load_agent, small_agent, small_args, trained, watched_run
@@ -49,7 +49,8 @@ def assert_first_minibatch_is_on_policy(run_dir, env_id, **flags):
     def on_step(agent, opt, batch, states, index, coefs, losses):
         if len(firsts) % epochs == 0:
             mb = {name: x[:, index] for name, x in batch.items()}
-            _, logprob, _, value, _ = agent(mb["obs"], states[:, index], mb["starts"], mb["mask"], mb["actions"])
+            inputs = mb["obs"], states[:, index], mb["starts"], mb["mask"], mb["actions"]
+            _, logprob, _, value, _ = agent(*inputs)
             torch.testing.assert_close(logprob, mb["logprobs"], rtol=0, atol=1e-4)
             if not agent.args.norm_value:  # which gives the values another unit
                 torch.testing.assert_close(value, mb["values"], rtol=1e-4, atol=1e-4)
@@ -73,7 +74,7 @@ def assert_first_minibatch_is_on_policy(run_dir, env_id, **flags):
 def test_first_minibatch_has_ratio_1(tmp_path, env_id, flags):
     seen = assert_first_minibatch_is_on_policy(tmp_path / "run", env_id, num_steps=64, total_timesteps=768,
                                                update_epochs=2, num_minibatches=4, **flags)
-    assert sum(data["dones"][:-1].sum() for data, _ in seen.rollouts) > 0
+    assert sum(data["dones"][:-1].sum() for data, *_ in seen.rollouts) > 0
 
 
 @pytest.mark.parametrize("flags", [{}, {"rnn": "gru"}, {"rnn": "lstm", "rnn_seq_len": 4}], ids=str)
@@ -84,7 +85,7 @@ def test_first_minibatch_after_resume_has_ratio_1(tmp_path, flags):
     seen = assert_first_minibatch_is_on_policy(tmp_path / "run", "CartPole-v1", checkpoint=checkpoint,
                                                resume=str(tmp_path / "run"), total_timesteps=640, **flags)
     assert seen.opt["bias"][0] > 0 and len(seen.rollouts) == 3  # none is uncounted after a resume
-    assert sum(len(episodes) for _, episodes in seen.rollouts) > 0
+    assert sum(len(episodes) for *_, episodes in seen.rollouts) > 0
 
 
 # ------------------------------------------------------------------------------------------------- recurrence
@@ -126,7 +127,7 @@ def test_stretches_of_steps_equal_a_loop_with_resets(rnn, rnn_reset):
 def test_recomputed_values_are_those_of_the_rollout(flags):
     envs, agent, _, env_state = small_agent("CartPole-v1", num_steps=32, **flags)
     for _ in range(2):
-        data, episodes = ppo.rollout(envs, agent, agent.act, env_state)
+        data, _, episodes = ppo.rollout(envs, agent, agent.act, env_state)
         assert episodes
         with torch.no_grad():
             values = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
@@ -136,7 +137,7 @@ def test_recomputed_values_are_those_of_the_rollout(flags):
 @pytest.mark.parametrize("rnn_reset", [True, False])
 def test_memory_ends_with_the_episode_unless_reset_is_off(rnn_reset):
     envs, agent, _, env_state = small_agent("CartPole-v1", num_steps=64, rnn="gru", rnn_reset=rnn_reset)
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
     t, n = data["starts"][1:].nonzero()[0] + torch.tensor([1, 0])
     obs, state = data["obs"][t, n].view(1, 1, -1), data["rnn_states"][t][:, [n]]
     with torch.no_grad():
@@ -156,8 +157,11 @@ def test_gradient_goes_through_time_as_far_as_a_sequence(rnn):
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_an_update_changes_every_recurrent_weight(tmp_path, rnn):
     before = []
-    seen = watched_run(tmp_path / "run", "Pendulum-v1", rnn=rnn, total_timesteps=64, on_step=lambda agent, *_: (
-        before.append({name: p.detach().clone() for name, p in agent.named_parameters()})))
+
+    def on_step(agent, *_):
+        before.append({name: p.detach().clone() for name, p in agent.named_parameters()})
+
+    seen = watched_run(tmp_path / "run", "Pendulum-v1", on_step, rnn=rnn, total_timesteps=64)
     for name, p in seen.agent.named_parameters():
         assert not torch.equal(p, before[0][name]), name
 
@@ -171,8 +175,9 @@ def test_sequences_are_stretches_of_time_of_one_environment(tmp_path, length):
         batches.append((batch, states))
         indices.append(index)
 
-    seen = watched_run(tmp_path / "run", "CartPole-v1", on_step, rnn="lstm", rnn_seq_len=length, total_timesteps=64)
-    (data, _), (batch, states) = seen.rollouts[-1], batches[0]
+    seen = watched_run(tmp_path / "run", "CartPole-v1", on_step, rnn="lstm", rnn_seq_len=length,
+                       total_timesteps=64)
+    (data, *_), (batch, states) = seen.rollouts[-1], batches[0]
     assert set(batch) == set(ppo.BATCH) and states.shape == (2, 64 // length, 16)
     found = set()
     for s in range(64 // length):
@@ -195,7 +200,8 @@ def test_advantages_follow_the_critic_from_epoch_to_epoch(tmp_path, recompute_ad
     watched_run(tmp_path / "run", "Pendulum-v1", lambda *args: batches.append(args[2]), learning_rate=1e-2,
                 total_timesteps=64, recompute_adv=recompute_adv, target_kl=None, log_std_init=0.0)
     first, second = batches[0], batches[4]
-    assert torch.equal(first["logprobs"], second["logprobs"]) and torch.equal(first["values"], second["values"])
+    for name in ("logprobs", "values"):
+        assert torch.equal(first[name], second[name])
     for name in ("advantages", "returns"):
         assert torch.equal(first[name], second[name]) == (not recompute_adv)
 
@@ -219,7 +225,7 @@ def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_act
         return step(action)
 
     envs.step = recorded_step
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
     actions = data["actions"].numpy()
     assert np.abs(actions).max() > 1.5
     expected = 2 * (actions.clip(-1, 1) if clip_actions else actions)
@@ -262,7 +268,7 @@ def test_evaluation_of_an_environment_without_end_ends_with_a_sentence(tmp_path,
 def test_evaluation_without_any_limit_has_27000_steps(tmp_path, capsys, monkeypatch):
     _, agent, _, _ = small_agent("Endless-v0", env_kwargs='{"limit": null}')
     calls = []
-    monkeypatch.setattr(ppo, "rollout", lambda *args: calls.append(args) or ({}, []))
+    monkeypatch.setattr(ppo, "rollout", lambda *args: calls.append(args) or ({}, [], []))
     ppo.evaluate(agent, tmp_path, 0)
     assert len(calls) == 2 * -(-27_000 // 16) and "cut after 27000 steps" in capsys.readouterr().out
 
@@ -271,12 +277,13 @@ def test_evaluation_without_any_limit_has_27000_steps(tmp_path, capsys, monkeypa
                                            ("CartPole-v1", {"rnn": "lstm"}), ("CartPole-v1", {"rnn": "gru"})])
 def test_a_reloaded_agent_earns_the_same(tmp_path, env_id, flags):
     agent, summary = trained(tmp_path / "run", env_id, norm_value=True, **flags)
-    checkpoint, args = ppo.load_checkpoint(tmp_path / "run")
+    checkpoint, _ = ppo.load_checkpoint(tmp_path / "run")
     assert torch.equal(weights(agent), checkpoint["opt"]["params"])
     again = ppo.evaluate(agent, tmp_path, 0)
     assert again == {name: x for name, x in summary.items() if name.startswith("eval")}
     other = ppo.evaluate(small_agent(env_id, seed=2, **flags)[1], tmp_path, 0)
-    assert other["eval_mean"] != again["eval_mean"] and other["eval_sampled_mean"] != again["eval_sampled_mean"]
+    for name in ("eval_mean", "eval_sampled_mean"):
+        assert other[name] != again[name]
 
 
 def test_the_checkpoint_holds_all_of_optimizer_and_agent(tmp_path):
@@ -380,7 +387,8 @@ def test_rate_and_clip_range_fall_linearly(tmp_path):
 
 @pytest.mark.parametrize("target_kl, epochs", [(1e-9, 1), (1e9, 5), (None, 5)])
 def test_epochs_stop_after_the_one_that_exceeds_target_kl(tmp_path, target_kl, epochs):
-    seen = watched_run(tmp_path / "run", "Pendulum-v1", total_timesteps=64, update_epochs=5, target_kl=target_kl)
+    flags = {"total_timesteps": 64, "update_epochs": 5, "target_kl": target_kl}
+    seen = watched_run(tmp_path / "run", "Pendulum-v1", **flags)
     row, = read_metrics(tmp_path / "run")
     assert int(row["epochs"]) == epochs and len(seen.losses) == 4 * epochs
 

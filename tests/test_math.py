@@ -8,7 +8,7 @@ import numpy as np
 import probes  # noqa: F401
 import pytest
 import torch
-from conftest import coefs_of, small_agent, small_args
+from conftest import coefs_of, small_agent, small_args, watched_run
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 
@@ -117,38 +117,77 @@ def collect_line(truncate, **flags):
     agent = ppo.Agent(envs, args, torch.device("cpu"))
     agent.critic = nn.Identity()
     env_state = ppo.reset_envs(envs, agent, 0)
-    data, episodes = ppo.rollout(envs, agent, agent.act, env_state)
+    data, time_limits, episodes = ppo.rollout(envs, agent, agent.act, env_state)
     assert episodes == [(0, 3.0, 3), (1, 3.0, 3)]  # environment, return, length
     assert env_state.obs.tolist() == [[3], [3]] and env_state.starts.tolist() == [[0, 0]]
-    return agent, data
-
-
-def test_the_value_at_a_time_limit_is_of_the_final_observation():
-    _, data = collect_line(truncate=True)
     for n in range(2):
-        assert data["values"][:, n].tolist() == [1, 2, 3, 1, 2]
         assert data["dones"][:, n].tolist() == [0, 0, 1, 0, 0]
         assert data["starts"][:, n].tolist() == [1, 0, 0, 1, 0]
-        assert data["final_values"][:, n].tolist() == [0, 0, 4, 0, 0]
+    return agent, data, time_limits
+
+
+def test_a_time_limit_keeps_the_final_observation():
+    agent, data, time_limits = collect_line(truncate=True)
+    assert data["values"].T.tolist() == [[1, 2, 3, 1, 2]] * 2
+    starts = torch.zeros(1, 1)
+    values = [(t, n, agent.get_value(obs, state, starts).item()) for t, n, obs, state in time_limits]
+    assert values == [(2, 0, 4), (2, 1, 4)]
 
 
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_the_value_at_a_time_limit_remembers_the_episode(rnn):
-    agent, data = collect_line(truncate=True, rnn=rnn, rnn_hidden=1)  # the value is the layer's output
+    agent, data, time_limits = collect_line(truncate=True, rnn=rnn, rnn_hidden=1)  # the value is the layer's
     with torch.no_grad():
         first, second, third, final = agent.rnn(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))[0].unbind()
-    torch.testing.assert_close(data["values"][:, 0], torch.cat([first, second, third, first, second]))
-    torch.testing.assert_close(data["final_values"][2], final.expand(2))
+        for n in range(2):
+            values = torch.cat([first, second, third, first, second])
+            torch.testing.assert_close(data["values"][:, n], values)
+            _, _, obs, state = time_limits[n]
+            torch.testing.assert_close(agent.get_value(obs, state, torch.zeros(1, 1))[0], final)
 
 
 @pytest.mark.parametrize("truncate, flags", [(False, {}), (True, {"truncation_bootstrap": False})])
 def test_nothing_counts_after_a_termination_or_after_a_truncation_without_bootstrap(truncate, flags):
-    _, data = collect_line(truncate, **flags)
-    assert not data["final_values"].any()
-    advantages = ppo.compute_gae(data["rewards"], data["values"], torch.full((1, 2), 3.0), data["final_values"],
+    _, data, time_limits = collect_line(truncate, **flags)
+    assert time_limits == []
+    final_values = torch.zeros(5, 2)
+    advantages = ppo.compute_gae(data["rewards"], data["values"], torch.full((1, 2), 3.0), final_values,
                                  data["dones"], 0.5, 0)
     # 1 + 0.5 * (2, 3, nothing, 2, 3) - (1, 2, 3, 1, 2)
     assert advantages[:, 0].tolist() == [1, 0.5, -2, 1, 0.5]
+
+
+@pytest.mark.parametrize("rnn", ["none", "gru", "lstm"])
+@pytest.mark.parametrize("recompute_adv", [True, False])
+def test_every_epoch_values_what_the_actions_led_to(tmp_path, monkeypatch, rnn, recompute_adv):
+    """In training: final values where a time limit cut, by the critic as it is in that epoch."""
+    calls, agents, compute_gae = [], [], ppo.compute_gae
+
+    def watched_gae(*args):
+        calls.append((copy.deepcopy(agents[-1].state_dict()) if agents else {}, args))
+        return compute_gae(*args)
+
+    def on_step(agent, *_):
+        agents.append(agent)
+
+    monkeypatch.setattr(ppo, "compute_gae", watched_gae)
+
+    run = watched_run(tmp_path / "run", "Forever-v0", on_step, rnn=rnn, recompute_adv=recompute_adv,
+                      target_kl=None, learning_rate=1e-2, anneal_lr=False)
+    assert len(calls) == (4 if recompute_adv else 2)
+    (data, time_limits, _), used = run.rollouts[-1], calls[2:] if recompute_adv else calls[1:]
+    assert len(time_limits) == 12 and data["dones"].sum() == 12  # every fifth step of 16, in 4 environments
+    for weights, (rewards, values, last_value, final_values, dones, gamma, gae_lambda) in used:
+        run.agent.load_state_dict(weights)
+        expected = torch.zeros(16, 4)
+        with torch.no_grad():
+            for t, n, obs, state in time_limits:
+                expected[t, n] = run.agent.get_value(obs, state, torch.zeros(1, 1))
+            recomputed = run.agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
+        torch.testing.assert_close(final_values, expected)
+        torch.testing.assert_close(values, recomputed)
+        assert torch.equal(rewards, data["rewards"]) and torch.equal(dones, data["dones"])
+        assert last_value.shape == (1, 4) and (gamma, gae_lambda) == (0.99, 0.95)
 
 
 # ---------------------------------------------------------------------------------- statistics, normalization
@@ -200,7 +239,7 @@ def test_rewards_are_over_the_std_of_the_discounted_return(clip_reward):
     envs.step = noisy_step
     current, seen, expected = np.zeros(3), [], []
     for _ in range(3):
-        data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+        data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
         for t in range(20):
             current = 0.9 * current + raw[t]
             seen.extend(current)
@@ -208,13 +247,13 @@ def test_rewards_are_over_the_std_of_the_discounted_return(clip_reward):
             expected.append(scaled.clip(-clip_reward, clip_reward) if clip_reward else scaled)
             current = current * (1 - data["dones"][t].numpy())
         np.testing.assert_allclose(data["rewards"], expected, rtol=1e-5)
-        magnitude = np.abs(expected)
-        assert data["dones"].any() and (magnitude < 1).any() and ((magnitude == 1) if clip_reward else magnitude > 1).any()
+        size = np.abs(expected)
+        assert data["dones"].any() and (size < 1).any() and (size == 1 if clip_reward else size > 1).any()
         np.testing.assert_allclose(env_state.discounted_return, current, rtol=1e-4, atol=1e-5)
         raw.clear()
         expected.clear()
     agent.eval()
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
     np.testing.assert_allclose(data["rewards"], raw, rtol=1e-6)
     assert agent.reward_rms.count == 180
 
@@ -247,7 +286,8 @@ def written_out_loss(agent, batch, states, coefs):
     for i in np.ndindex(*newvalue.shape):
         logratio = newlogprob[i] - batch["logprobs"][i]
         ratio = torch.exp(logratio)
-        policy.append(-torch.min(ratio * advantages[i], ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantages[i]))
+        clipped = ratio.clamp(1 - clip_coef, 1 + clip_coef)
+        policy.append(-torch.min(ratio * advantages[i], clipped * advantages[i]))
         errors = [((newvalue[i] - batch["returns"][i]) / value_std) ** 2]
         if args.clip_vloss:
             change = (newvalue[i] - batch["values"][i]).clamp(-clip_coef * value_std, clip_coef * value_std)
@@ -257,7 +297,8 @@ def written_out_loss(agent, batch, states, coefs):
         k1.append(-logratio)
         k3.append(ratio - 1 - logratio)
     means = [sum(x) / len(x) for x in (policy, value, entropy.flatten(), k1, k3, outside)]
-    return means[0] - ent_coef * means[2] + vf_coef * means[1], [float(torch.as_tensor(x).detach()) for x in means]
+    loss = means[0] - ent_coef * means[2] + vf_coef * means[1]
+    return loss, [torch.as_tensor(x).item() for x in means]
 
 
 @pytest.mark.parametrize("flags", [
@@ -312,9 +353,9 @@ def test_entropy_lowers_the_loss():
     batch, states, losses = random_batch(agent)
     batch["advantages"] *= 0
     before = agent.log_std.detach().clone()
+    coefs = coefs_of(agent.args, vf_coef=0, ent_coef=1)
     with torch.no_grad():
-        ppo.train_step(agent, opt, batch, states, torch.arange(8), coefs_of(agent.args, vf_coef=0, ent_coef=1),
-                       losses)
+        ppo.train_step(agent, opt, batch, states, torch.arange(8), coefs, losses)
     assert (agent.log_std > before).all()
 
 
@@ -327,7 +368,8 @@ def act(agent, obs, action=None, mask=None, noise=0.0):
     if mask is None:
         mask = torch.ones(1, m, sum(agent.num_choices), dtype=torch.bool)
     with torch.no_grad():
-        result = agent(obs[None], torch.zeros(0, m, agent.args.rnn_hidden), torch.zeros(1, m), mask, action, noise)
+        state, starts = torch.zeros(0, m, agent.args.rnn_hidden), torch.zeros(1, m)
+        result = agent(obs[None], state, starts, mask, action, noise)
     return [x[0] for x in result[:3]]
 
 
@@ -402,24 +444,24 @@ def test_a_mask_gives_no_gradient_to_forbidden_choices():
 def test_a_rollout_samples_the_softmax():
     envs, agent, _, env_state = small_agent("MultiDiscrete-v0", num_steps=2000)
     nn.init.normal_(agent.actor[-1].bias)
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
     logits = agent.actor(data["obs"][0, 0]).detach()
     for choice, part in enumerate(logits.split([3, 4])):
         frequencies = torch.bincount(data["actions"][..., choice].flatten(), minlength=len(part)) / 8000
         torch.testing.assert_close(frequencies, part.softmax(-1), atol=0.03, rtol=0)
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
     assert (data["actions"] == torch.stack([part.argmax() for part in logits.split([3, 4])])).all()
 
 
 def test_a_rollout_samples_the_normal():
     envs, agent, _, env_state = small_agent("Bandit-v0", num_steps=2000)
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state)
     mean = agent.actor(data["obs"][0, 0]).detach()
     noise = ((data["actions"] - mean) / np.exp(-1)).flatten()
     assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
     assert (noise.abs() < 1).float().mean().item() == pytest.approx(0.683, abs=0.03)
     assert abs((noise[1:] * noise[:-1]).mean()) < 0.05
-    data, _ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
+    data, *_ = ppo.rollout(envs, agent, agent.act, env_state, 0.0)
     torch.testing.assert_close(data["actions"], mean.expand(2000, 4, 1))
 
 

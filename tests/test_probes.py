@@ -77,7 +77,7 @@ def test_masked_choices_are_learned_and_forbidden_ones_never_played(tmp_path):
 
 def test_a_mask_only_in_the_info_of_reset_holds_for_the_first_step():
     envs, agent, _, env_state = small_agent("MaskedAtReset-v0", num_steps=300)
-    data, episodes = ppo.rollout(envs, agent, agent.act, env_state)  # a forbidden action would have raised
+    data, _, episodes = ppo.rollout(envs, agent, agent.act, env_state)  # a forbidden action would have raised
     assert len(episodes) == 400
     first = data["starts"].bool()
     assert (data["mask"][first].sum(-1) == 2).all() and data["mask"][~first].all()
@@ -93,7 +93,7 @@ def test_without_mask_actions_forbidden_choices_are_played(env_id):
 def test_nan_stops_the_run_and_is_named(tmp_path, env_id, what):
     flags = FAST | {"total_timesteps": 10_000, "num_minibatches": 4, "checkpoint_every": 2}
     with pytest.raises(FloatingPointError, match=f"{what} not finite in iteration 6"):
-        trained(tmp_path / "run", env_id, **flags)  # 100 good steps: 16 for the first statistics, 5 * 16, and 4
+        trained(tmp_path / "run", env_id, **flags)  # 100 good steps: 16 uncounted ones, 5 * 16, and 4
     checkpoint, _ = ppo.load_checkpoint(tmp_path / "run")
     assert checkpoint["progress"]["iteration"] == 4
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
@@ -101,8 +101,8 @@ def test_nan_stops_the_run_and_is_named(tmp_path, env_id, what):
 
 @pytest.mark.parametrize("norm_obs", [True, False])
 @pytest.mark.parametrize("env_id, features", [
-    ("BooleanObservation-v0", 2), ("ShownDiscrete-v0", 3), ("ShownMultiBinary-v0", 3), ("ShownPicture-v0", 48),
-    ("ShownMultiDiscrete-v0", 5), ("DictObservation-v0", 7)])
+    ("BooleanObservation-v0", 2), ("ShownDiscrete-v0", 3), ("ShownMultiBinary-v0", 3),
+    ("ShownMultiDiscrete-v0", 5), ("ShownPicture-v0", 48), ("DictObservation-v0", 7)])
 def test_observations_of_other_spaces_become_vectors(tmp_path, env_id, features, norm_obs):
     agent, _ = trained(tmp_path / "run", env_id, norm_obs=norm_obs)
     assert agent.obs_rms.mean.shape == (features,)
