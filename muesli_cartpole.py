@@ -5,31 +5,29 @@
 # ///
 """Muesli for discrete actions and vector observations (Hessel et al. 2021, arXiv 2104.06159).
 
-    python muesli_cartpole.py                                solve CartPole-v1, then evaluate
-    python muesli_cartpole.py --env-id LunarLander-v3        with its preset
-    python muesli_cartpole.py --resume runs/RUN              resume a killed run exactly
+    python muesli_cartpole.py                           solve CartPole-v1, then evaluate
+    python muesli_cartpole.py --env-id LunarLander-v3   with its preset
+    python muesli_cartpole.py --resume runs/RUN         resume a killed run exactly
     python muesli_cartpole.py --evaluate runs/RUN --capture-video
 
-Shapes: N environments, T steps of a rollout, L roots of a training sequence, K unrolled steps,
-W = L + K + 1 rows of a sequence, B sequences of a batch, C rows of the replay, O observation,
-A actions, H latent state, S support atoms. Names: pi_prior, v_hat, q_hat, r_hat are those of the
-target network, which acts and gives all targets; pi_cmpo is what the policy moves to.
-Tags: (7) to (14) are equations of the paper, (4.5) and the like its sections.
+Shapes: N environments, T steps of a rollout; B sequences of W = L + K + 1 rows: L roots,
+K unrolled steps, and what follows; C rows of the replay; O observation, A actions, H latent
+state, S support atoms. pi_prior, v_hat, q_hat, r_hat are those of the target network.
+Tags: (7) to (14) are equations of the paper, (4.5) is a section.
 
-Differs from the paper (values of its appendix as others quote them): learning rate 1e-3 [3e-4],
-tau 0.03 [0.1], batch 16 x 16 [96 x 30], replay of 1e5 [6e6] and 51 atoms [601]; exact KL and
-exact E[q] [16 samples]; a residual model [LSTM: --dynamics lstm], LayerNorm on latent states,
-root and model share their heads; the newest steps are drawn again while they are new [a queue
-gives each once]; losses are means over unmasked steps; the clipped ratio's bias is not corrected.
+Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03
+[0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms [601], exact KL and E[q] [16 samples];
+residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps
+are drawn while new [once]; losses are means over unmasked steps; ratios' bias stays.
 """
 
+import importlib
+import io
 import json
-import math
 import os
 import subprocess
 import sys
 import time
-from copy import deepcopy
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -43,9 +41,9 @@ import tyro
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import nn
-from torch.nn.functional import one_hot
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
 
 class UsageError(ValueError):
     """Invalid usage: printed as one line, exit status 2."""
@@ -60,23 +58,22 @@ class Args:
     run_dir: str | None = None  # default: runs/{env_id}__{exp_name}__{seed}__{unix_time}
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
-    eval_episodes: int = 100  # per evaluation, one environment each
+    eval_episodes: int = 100  # per evaluation: first deterministic, then sampled
     checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
     env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
-    total_timesteps: int = 50_000  # steps over all environments
-    num_envs: int = 8  # environments, stepped together
+    total_timesteps: int = 50_000  # steps over all environments and processes
+    num_envs: int = 8  # environments per process
     train_frequency: int = 2  # T, steps per environment between two updates
     eval_frequency: int = 2_500  # steps between greedy evaluations while training; 0: none
-    stop_return: float | None = None  # solved by two evaluations; default: Gymnasium's threshold
-    stop_early: bool = True  # end when solved; off: at total_timesteps
+    stop_return: float | None = None  # of two evaluations; default: Gymnasium's
+    stop_early: bool = True  # end once solved; off: at total_timesteps
 
     # Algorithm
     learning_rate: float = 1e-3  # of AdamW; usable from 1e-4 to 3e-3
-    anneal_lr: bool = True  # linearly to 0 at total_timesteps
-    adam_eps: float = 1e-8  # Adam's epsilon
+    anneal_lr: bool = True  # linearly to 0
     weight_decay: float = 0.0  # AdamW's, per unit of learning rate
     clip_update: float = 1.0  # clip Adam's normalized update elementwise (F.1); 0: off
     gamma: float = 0.995  # discount factor
@@ -97,37 +94,31 @@ class Args:
     model_coef: float = 1.0  # weight of the model's policy loss (13)
     value_coef: float = 0.25  # weight of the value loss
     reward_coef: float = 1.0  # weight of the reward loss
-    detach_ratio: bool = True  # clipped ratio constant; off: no gradient where it exceeds 1
+    detach_ratio: bool = True  # off: no gradient where the ratio exceeds 1
     norm_adv: bool = True  # divide advantages by the root of their second moment (4.5)
     norm_adv_decay: float = 0.99  # decay of that running moment per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior
-    prior_uniform: float = 0.003  # share of the uniform policy in pi_prior and in acting
+    prior_uniform: float = 0.003  # share of the uniform policy, in acting too
     hidden_size: int = 128  # H, width of the latent state and all hidden layers
-    dynamics: Literal["residual", "lstm"] = "residual"  # the model: MLP or the paper's LSTM
+    dynamics: Literal["residual", "lstm"] = "residual"  # of the model; the paper has an LSTM
     num_bins: int = 51  # S, atoms of the value and reward heads
-    value_min: float = -2.0  # smallest value and reward of the heads; targets are clipped
+    value_min: float = -2.0  # smallest value and reward of the heads
     value_max: float = 220.0  # largest value and reward
 
     # Speed
-    device: str = "cpu"  # cpu (fastest for small networks), cuda, cuda:1, mps
-    torch_threads: int = 1  # small networks get slower with more
+    device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
+    torch_threads: int = 1  # per process; small networks get slower with more
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
     wandb_project_name: str = "muesli"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-    capture_video: bool = False  # record the first greedy evaluation episode
+    capture_video: bool = False  # record the first deterministic evaluation episode
 
     @property
     def window(self):
         """W, rows of a sequence: L roots, K steps from the last one, and what follows."""
         return self.seq_len + self.unroll_steps + 1
-
-    @property
-    def num_newest(self):
-        """Sequences of a batch that are of the newest steps, at least one unless all are replay."""
-        share = 1 - self.replay_share
-        return max(1, round(self.batch_size * share)) if share else 0
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
@@ -137,25 +128,20 @@ class Args:
             valid = isinstance(value, int if whole else int | float) and low <= value <= high
             if field.type in (int, float) and not valid:
                 raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
-        if self.prior_behavior + self.prior_uniform > 1:
-            raise UsageError("prior_behavior and prior_uniform are shares of 1: give less")
-        if self.value_min == self.value_max:
-            raise UsageError("value_min and value_max are equal")
         if self.buffer_size < self.window * self.num_envs:
-            raise UsageError(f"buffer_size = {self.buffer_size} holds no sequence: give at least "
-                             f"{self.window * self.num_envs} (rows of a sequence * num_envs)")
+            raise UsageError(f"buffer_size: one sequence takes {self.window * self.num_envs} steps")
 
-RANGES = {"gamma": (0, 1), "retrace_lambda": (0, 1), "tau": (0, 1), "replay_share": (0, 1),
-          "prior_behavior": (0, 1), "prior_uniform": (0, 1), "norm_adv_decay": (0, 0.9999),
-          "cmpo_clip": (0, 40), "num_bins": (3, 10**6), "value_min": (-1e12, 0), "value_max": (0, 1e12),
-          "seed": (0, 2**32 - 1), "eval_frequency": (0, 10**12), "learning_starts": (0, 10**12)}
+RANGES = {"gamma": (0, 1), "tau": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1),
+          "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
+          "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 10**6),
+          "cmpo_clip": (0, 40), "eval_frequency": (0, 10**12), "seed": (0, 2**32 - 1)}
 PRESETS = {
     "none": {},
     "Acrobot-v1": {"total_timesteps": 100_000, "train_frequency": 4, "eval_frequency": 20_000,
-                   "stop_return": -90.0, "stop_early": False, "gamma": 0.99,
+                   "stop_early": False, "stop_return": -90.0, "gamma": 0.99,
                    "value_min": -120.0, "value_max": 2.0},
-    "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "eval_frequency": 50_000,
-                       "stop_return": 200.0, "stop_early": False, "gamma": 0.997,
+    "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "stop_early": False,
+                       "eval_frequency": 50_000, "stop_return": 200.0, "gamma": 0.997,
                        "value_min": -400.0, "value_max": 400.0},
 }
 
@@ -179,9 +165,9 @@ def make_envs(args, num_envs, video_dir=None):
         envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
     except Exception as error:
         raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
-    obs_space, action_space = envs.single_observation_space, envs.single_action_space
-    if not (isinstance(obs_space, Box) and isinstance(action_space, Discrete)):
-        raise UsageError(f"{args.env_id}: needs vectors and Discrete actions, not {action_space}")
+    vector, discrete = envs.single_observation_space, envs.single_action_space
+    if not (isinstance(vector, Box) and isinstance(discrete, Discrete)):
+        raise UsageError(f"{args.env_id}: needs vectors and Discrete actions")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 def reset_envs(envs, *key):
@@ -189,46 +175,38 @@ def reset_envs(envs, *key):
     *seeds, torch_seed = np.random.SeedSequence(key).generate_state(envs.num_envs + 1).tolist()
     torch.manual_seed(torch_seed)
     obs, _ = envs.reset(seed=seeds)
-    return SimpleNamespace(obs=obs, last=torch.zeros(envs.num_envs), terminal=torch.zeros(envs.num_envs))
+    return SimpleNamespace(obs=obs, last=torch.zeros(len(obs)), terminal=torch.zeros(len(obs)))
 
 class Replay:
     """The newest rows of all environments (C, N, ...), a ring in the order they were played.
-    Row: observation, the action taken there, its reward, the policy it was drawn from (behavior);
-    last: 1 if the observation ended its episode, so that the action does not count;
-    terminal: 1 if it did so by itself, not by a time limit or a checkpoint's reset."""
+    A row: observation, action taken there, its reward, policy it was drawn from (behavior);
+    last: 1 if the observation ended its episode; terminal: 1 if not by a time limit."""
 
-    def __init__(self, capacity, device):
-        self.capacity, self.device = capacity, device
-        self.rows, self.count = {}, 0
+    def __init__(self, capacity):
+        self.capacity, self.count, self.rows = capacity, 0, {}
 
     def add(self, rows):
-        """Write rows (T, N, ...) over the oldest. The first call sets shapes and dtypes."""
-        index = (self.count + torch.arange(len(rows["last"]))) % self.capacity
+        """Write rows (T, N, ...) over the oldest."""
+        index = (self.count + torch.arange(len(rows["obs"]))) % self.capacity
         for name, x in rows.items():
             if name not in self.rows:
-                self.rows[name] = x.new_zeros(self.capacity, *x.shape[1:], device=self.device)
-            self.rows[name][index] = x.to(self.device)
+                self.rows[name] = x.new_zeros(self.capacity, *x.shape[1:])
+            self.rows[name][index] = x
         self.count += len(index)
 
     def sample(self, args):
-        """Sequences (W, B, ...) of consecutive rows. The first num_newest are the newest, one of
-        each environment; if they are more, the next ones end L rows earlier, and so on."""
+        """Sequences (W, B, ...). The first end with the newest row, one per environment;
+        the next, if any, end L rows earlier, and so on."""
         size, num_envs = min(self.count, self.capacity), self.rows["last"].shape[1]
         num_starts = size - args.window + 1
         start = torch.randint(num_starts, (args.batch_size,))
         env = torch.randint(num_envs, (args.batch_size,))
-        newest = torch.arange(args.num_newest)
-        start[newest] = (num_starts - 1 - newest // num_envs * args.seq_len) % num_starts
+        newest = torch.arange(args.batch_size - int(args.batch_size * args.replay_share))
+        stride = min(args.seq_len, num_starts * num_envs // max(1, len(newest)))
+        start[newest] = num_starts - 1 - newest // num_envs * stride
         env[newest] = torch.randperm(num_envs)[newest % num_envs]
-        index = (self.count - size + start + torch.arange(args.window)[:, None]) % self.capacity  # (W, B)
+        index = (self.count - size + start + torch.arange(args.window)[:, None]) % self.capacity
         return {name: x[index.to(x.device), env.to(x.device)] for name, x in self.rows.items()}
-
-    def state_dict(self):
-        return {"count": self.count, "rows": {name: x[: self.count].clone() for name, x in self.rows.items()}}
-
-    def load_state_dict(self, state):
-        self.add(state["rows"])
-        self.count = state["count"]
 
 def signed_hyperbolic(x):
     """h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x (Pohlen et al. 2018)."""
@@ -238,21 +216,13 @@ def signed_parabolic(y):
     """The inverse of signed_hyperbolic."""
     return y.sign() * ((((1 + 4e-3 * (y.abs() + 1 + 1e-3)).sqrt() - 1) / 2e-3).square() - 1)
 
-def make_support(args):
-    """Atoms (S,) at equal distances in h(x) that span value_min to value_max; one of them is 0."""
-    low, high = signed_hyperbolic(torch.tensor([args.value_min, args.value_max])).tolist()
-    below = math.ceil(-low / (high - low) * (args.num_bins - 1))  # atoms below 0
-    below = min(below, args.num_bins - 1 - (high > 0))
-    distance = max(-low / max(below, 1), high / max(args.num_bins - 1 - below, 1))
-    return distance * torch.arange(-below, args.num_bins - below)
-
 def two_hot(x, support):
     """Weights (..., S) of the two atoms around each x (...), whose mean is x."""
     x = x.clamp(support[0], support[-1]).unsqueeze(-1)
     return (1 - (x - support).abs() / (support[1] - support[0])).clamp(min=0)
 
 class Network(nn.Module):
-    """Representation, dynamics and prediction (4.3). A latent state is (..., H), of an LSTM (..., 2H)."""
+    """Representation, dynamics, prediction (4.3). Latent states (..., H), of an LSTM (..., 2H)."""
 
     def __init__(self, obs_dim, num_actions, args):
         super().__init__()
@@ -278,26 +248,26 @@ class Network(nn.Module):
 
     def step(self, state, action):
         """Latent states after these actions (...)."""
-        action = one_hot(action, self.num_actions).float()
+        action = nn.functional.one_hot(action, self.num_actions).float()
         if self.lstm:
             hidden, cell = state.flatten(0, -2).chunk(2, -1)
             return torch.cat(self.model(action.flatten(0, -2), (hidden, cell)), -1).view(state.shape)
         return self.norm(state + self.model(torch.cat([state, action], -1)))
 
     def predict(self, state):
-        """Logits of the policy (..., A), of the value and of the reward that led here (..., S)."""
+        """Logits of the policy (..., A), the value and the reward that led here (..., S)."""
         policy, value, reward = self.trunk(state[..., : self.policy.in_features]).chunk(3, -1)
         return self.policy(policy), self.value(value), self.reward(reward)
 
     def forward(self, obs, actions):
-        """Predictions (K + 1, ...) at observations (..., O) and after each of the actions (K, ...)."""
+        """Predictions (K + 1, ...) at observations (..., O) and after each action (K, ...)."""
         states = [self.represent(obs)]
         for action in actions:
             states.append(self.step(states[-1], action))
         return self.predict(torch.stack(states))
 
 class Agent(nn.Module):
-    """The online network, the target network (its moving average, which acts), and statistics."""
+    """The online network, and the target network: its moving average, which acts."""
 
     def __init__(self, envs, args, device):
         super().__init__()
@@ -305,9 +275,12 @@ class Agent(nn.Module):
         self.num_actions, self.first_action = int(action_space.n), int(action_space.start)
         features, = envs.single_observation_space.shape
         self.online = Network(features, self.num_actions, args)
-        self.target = deepcopy(self.online)
-        self.support = nn.Buffer(make_support(args))
-        self.adv_var = nn.Buffer(torch.zeros(2))  # running second moment and its bias correction
+        self.target = Network(features, self.num_actions, args)
+        low, high = signed_hyperbolic(torch.tensor([args.value_min, args.value_max])).tolist()
+        distance = (high - low) / (args.num_bins - 2)
+        atoms = torch.arange(args.num_bins) - np.ceil(-low / distance)  # one of them is 0
+        self.support = nn.Buffer(distance * atoms)  # (S,)
+        self.adv_var = nn.Buffer(torch.zeros(2))  # second moment, bias correction
         self.to(device)
 
     def scalar(self, logits):
@@ -315,21 +288,16 @@ class Agent(nn.Module):
         return signed_parabolic(logits.softmax(-1) @ self.support)
 
     def act(self, obs, greedy):
-        """Actions (N,) at observations (N, O), and the policy (N, A) that they are drawn from:
-        the target network's, mixed with a uniform one."""
-        policy = self.target.predict(self.target.represent(obs.to(self.device)))[0].softmax(-1)
-        uniform = torch.full_like(policy, 1 / self.num_actions)
-        policy = policy.lerp(uniform, self.args.prior_uniform)
+        """Actions (N,) at observations (N, O), and the policy (N, A) they are from."""
+        policy = self.target.predict(self.target.represent(obs))[0].softmax(-1)
+        policy.lerp_(torch.full_like(policy, 1 / self.num_actions), self.args.prior_uniform)
         noise = torch.ones_like(policy) if greedy else torch.empty_like(policy).exponential_()
-        return (policy / noise).argmax(-1), policy  # the exponential race: a sample of the policy
-
-    def to_env(self, action):
-        return action.cpu().numpy() + self.first_action
+        return (policy / noise).argmax(-1), policy  # a sample: exponential race
 
 def retrace(rewards, discounts, values, q_taken, traces):
     """Returns (W - 1, B) of the actions taken (4.4; Munos et al. 2016). All arguments (W, B).
-    Row t: the reward of action t; discount, value and trace coefficient of state t. A discount of 0
-    ends the return, a trace coefficient of 0 goes on with the value alone; so does the last row."""
+    Row t: reward of action t; discount, value, trace of state t. A discount of 0
+    ends the return; a trace of 0 bootstraps, and so does the last row."""
     returns, correction = [], torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards) - 1)):
         returns.append(rewards[t] + discounts[t + 1] * (values[t + 1] + correction))
@@ -346,8 +314,7 @@ def cmpo(pi_prior, adv_hat, args):
     samples = pi_prior.flatten(0, -2).multinomial(n, replacement=True)
     samples = samples.view(*pi_prior.shape[:-1], n)  # (..., n)
     sampled = exp_adv.gather(-1, samples)
-    others = sampled.sum(-1, keepdim=True) - sampled  # leave one out
-    weights = sampled / (1 + others)  # z_init = 1; the 1 / N of (11) and (12) cancel
+    weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1, no 1 / N
     return torch.zeros_like(pi_prior).scatter_add_(-1, samples, weights)
 
 def masked_mean(x, mask):
@@ -355,9 +322,9 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def make_targets(agent, batch):
-    """What the online network learns from, by the target network at the real observations:
-    pi_cmpo and pi_prior (W, B, A), Retrace returns and normalized advantages of the actions taken
-    (W - 1, B). Updates the running second moment of advantages."""
+    """What the target network gives the online one, at the real observations: pi_cmpo and
+    pi_prior (W, B, A), Retrace returns and normalized advantages (W - 1, B) of the actions
+    taken. Updates the running second moment of advantages."""
     args, target, action = agent.args, agent.target, batch["actions"][..., None]
     state = target.represent(batch["obs"])  # (W, B, H)
     logits, value_logits, _ = target.predict(state)
@@ -365,34 +332,33 @@ def make_targets(agent, batch):
     network_share = 1 - args.prior_behavior - args.prior_uniform
     pi_prior = (network_share * logits.softmax(-1) + args.prior_behavior * batch["behavior"]
                 + args.prior_uniform / agent.num_actions)  # (W, B, A)
-    all_actions = torch.arange(agent.num_actions, device=state.device).expand(pi_prior.shape)
+    all_actions = torch.arange(agent.num_actions, device=agent.device).expand_as(pi_prior)
     next_state = target.step(state[..., None, :].expand(*pi_prior.shape, -1), all_actions)
-    _, next_value_logits, reward_logits = target.predict(next_state)
-    r_hat, next_v_hat = agent.scalar(reward_logits), agent.scalar(next_value_logits)  # (W, B, A)
-    q_hat = r_hat + args.gamma * next_v_hat  # (14)
+    _, value_logits, reward_logits = target.predict(next_state)
+    r_hat = agent.scalar(reward_logits)  # (W, B, A)
+    q_hat = r_hat + args.gamma * agent.scalar(value_logits)  # (14)
     expected_q = (pi_prior * q_hat).sum(-1)  # (W, B)
-
     # Retrace (4.4)
     ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1).clamp(max=1)
     traces = (args.retrace_lambda * ratio if args.retrace else 1.0) * (1 - batch["last"])
     q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q
     discounts = args.gamma * (1 - batch["terminal"])  # absorbing states without rewards (2)
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
-
     # Advantages over the root of their second moment: the mean stays (4.5)
     advantages, scale = returns - v_hat[:-1], 1.0
     if args.norm_adv:
         roots = slice(args.seq_len)
         moment = masked_mean(advantages[roots].square(), 1 - batch["last"][roots])
-        agent.adv_var.lerp_(torch.stack([moment, torch.ones_like(moment)]), 1 - args.norm_adv_decay)
+        agent.adv_var.lerp_(torch.stack([moment, moment.new_ones(())]), 1 - args.norm_adv_decay)
         scale = (agent.adv_var[0] / agent.adv_var[1] + 1e-12).rsqrt()
     pi_cmpo = cmpo(pi_prior, (q_hat - v_hat[..., None]) * scale, args)
-    return {"pi_cmpo": pi_cmpo, "pi_prior": pi_prior, "returns": returns, "adv_hat": advantages * scale}
+    adv_hat = advantages * scale
+    return {"pi_cmpo": pi_cmpo, "pi_prior": pi_prior, "returns": returns, "adv_hat": adv_hat}
 
 def episode_masks(last, terminal):
     """Where an unroll from each root stands, from its rows' flags (K + 1, ...).
-    alive: in the root's episode, the policy acts here. absorbed: that episode has come to a terminal
-    state, nothing more is earned. after_end: an earlier row ended the episode."""
+    alive: in the root's episode, where the policy acts. absorbed: at or past its terminal state,
+    nothing more is earned. after_end: an earlier row ended it."""
     ended = (last.cumsum(0) > 0).float()
     after_end = torch.cat([torch.zeros_like(ended[:1]), ended[:-1]])
     return 1 - ended, ((ended - after_end) * terminal).cumsum(0), after_end
@@ -405,29 +371,29 @@ def muesli_loss(outputs, agent, batch, targets):
     (K + 1, L, B, ...). Returns the loss, and all LOSSES but grad_norm."""
     args, L = agent.args, agent.args.seq_len
 
-    def unroll(x):  # rows (W, B, ...) to (K + 1, L, B, ...): [k, t] is the row of step k from root t
+    def unroll(x):  # (W, B, ...) to (K + 1, L, B, ...): [k, t] is step k from root t
         return torch.stack([x[k : k + L] for k in range(args.unroll_steps + 1)])
 
     def kl(target, logprobs):
         return (torch.special.xlogy(target, target) - target * logprobs).sum(-1)
 
     def head_loss(logits, x, mask):  # (4.5)
-        return masked_mean(kl(two_hot(signed_hyperbolic(x), agent.support), logits.log_softmax(-1)), mask)
+        target = two_hot(signed_hyperbolic(x), agent.support)
+        return masked_mean(kl(target, logits.log_softmax(-1)), mask)
 
     logits, value_logits, reward_logits = outputs
     alive, absorbed, after_end = episode_masks(unroll(batch["last"]), unroll(batch["terminal"]))
     root = alive[0]  # (L, B)
 
-    # Policy loss: the policy gradient (10) with a ratio of at most 1, and the CMPO regularizer (9)
+    # Policy gradient (10) with a ratio of at most 1, and CMPO regularizer (9)
     logprobs, action = logits.log_softmax(-1), batch["actions"][:L, :, None]
     logprob = logprobs[0].gather(-1, action).squeeze(-1)
-    ratio = logprob.exp() / batch["behavior"][:L].gather(-1, action).squeeze(-1)
-    ratio = ratio.clamp(max=1)
+    behavior = batch["behavior"][:L].gather(-1, action).squeeze(-1)
+    ratio = (logprob.exp() / behavior).clamp(max=1)
     surrogate = ratio.detach() * logprob if args.detach_ratio else ratio
     pg_loss = -masked_mean(surrogate * targets["adv_hat"][:L], root)
     cmpo_kl = kl(unroll(targets["pi_cmpo"]), logprobs)  # (K + 1, L, B)
     cmpo_loss = masked_mean(cmpo_kl[0], root)
-
     # Model, value and reward loss (4.4)
     model_loss = masked_mean(cmpo_kl[1:], alive[1:])  # (13)
     returns = unroll(targets["returns"]) * alive
@@ -437,7 +403,6 @@ def muesli_loss(outputs, agent, batch, targets):
     reward_loss = head_loss(reward_logits[1:], rewards, reward_mask)
     loss = (args.pg_coef * pg_loss + args.cmpo_coef * cmpo_loss + args.model_coef * model_loss
             + args.value_coef * value_loss + args.reward_coef * reward_loss)
-
     entropy = -masked_mean((logprobs[0].exp() * logprobs[0]).sum(-1), root)
     kl_to_prior = masked_mean(kl(targets["pi_prior"][:L], logprobs[0]), root)
     heads = torch.cat([returns, rewards])  # masked ones are 0
@@ -449,22 +414,21 @@ def adamw_step(opt, grad, learning_rate, args):
     """AdamW in place (Loshchilov and Hutter 2019), its normalized update clipped (F.1)."""
     opt["exp_avg"].lerp_(grad, 0.1)
     opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
-    # 1 - beta^t as a moving average of ones
-    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * (1 - grad.new_tensor([0.9, 0.999]))).unbind()
-    update = opt["exp_avg"] / bias1 / ((opt["exp_avg_sq"] / bias2).sqrt() + args.adam_eps)
-    limit = args.clip_update or math.inf
+    rates = 1 - grad.new_tensor([0.9, 0.999])
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * rates).unbind()
+    update = opt["exp_avg"] / bias1 / ((opt["exp_avg_sq"] / bias2).sqrt() + 1e-8)
+    limit = args.clip_update or np.inf
     update = update.clamp(-limit, limit) + args.weight_decay * opt["params"]
     opt["params"].sub_(learning_rate * update)
 
 def train_step(agent, opt, batch, learning_rate, losses):
-    """One update of the online network; the target network follows. Adds to `losses`. All parameters
-    of a network are views of one vector: so Adam and the moving average are one operation each."""
+    """One update of the online network, which the target network follows. Parameters are views
+    of one vector: so Adam and the moving average are one operation each."""
     L, K = agent.args.seq_len, agent.args.unroll_steps
     targets = make_targets(agent, batch)
     actions = torch.stack([batch["actions"][k : k + L] for k in range(K)])  # (K, L, B)
-    outputs = agent.online(batch["obs"][:L], actions)
-    loss, debug = muesli_loss(outputs, agent, batch, targets)
-    grads = torch.autograd.grad(loss, tuple(agent.online.parameters()))
+    loss, debug = muesli_loss(agent.online(batch["obs"][:L], actions), agent, batch, targets)
+    grads = torch.autograd.grad(loss, list(agent.online.parameters()))
     grad = nn.utils.parameters_to_vector(grads)
     adamw_step(opt, grad, learning_rate, agent.args)
     opt["target"].lerp_(opt["params"], agent.args.tau)
@@ -472,14 +436,15 @@ def train_step(agent, opt, batch, learning_rate, losses):
 
 @torch.no_grad()
 def rollout(envs, agent, env_state, greedy=False):
-    """Play T steps with the target network's policy; moves `env_state` on.
-    Returns rows (T, N, ...), and (environment, return, length) of finished episodes.
-    An episode's last observation has a row, too: its action is ignored, the environment resets."""
+    """Play T steps with the target network's policy; moves `env_state` on. Returns rows
+    (T, N, ...), and (environment, return, length) of finished episodes. An episode's last
+    observation has a row, too: there the action only resets."""
     steps, episodes = [], []
     for _ in range(agent.args.train_frequency):
-        obs = torch.from_numpy(env_state.obs)
+        obs = torch.from_numpy(env_state.obs).to(agent.device)
         action, policy = agent.act(obs, greedy)
-        env_state.obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
+        env_action = action.cpu().numpy() + agent.first_action
+        env_state.obs, reward, terminated, truncated, infos = envs.step(env_action)
         steps.append({"obs": obs, "actions": action, "rewards": torch.from_numpy(reward).float(),
                       "behavior": policy, "last": env_state.last, "terminal": env_state.terminal})
         done = terminated | truncated
@@ -487,16 +452,100 @@ def rollout(envs, agent, env_state, greedy=False):
             episodes.append((n.item(), *(infos["episode"][key][n].item() for key in ("r", "l"))))
         env_state.last = torch.from_numpy(done).float()
         env_state.terminal = torch.from_numpy(terminated).float()
-    return {name: torch.stack([step[name] for step in steps]) for name in steps[0]}, episodes
+    rows = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+    return {name: x.to(agent.device) for name, x in rows.items()}, episodes
+
+def train(args, checkpoint=None):
+    """Train, from a checkpoint on if there is one, then evaluate. Returns the summary."""
+    device = set_up_device(args)
+    envs = make_envs(args, args.num_envs)
+    agent, opt = make_agent(envs, args, device, checkpoint)
+    if args.evaluate is not None:
+        return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
+    replay = Replay(args.buffer_size // args.num_envs)
+    progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "clipped": False,
+                "episodes": [], "evaluations": []}
+    if checkpoint:
+        progress, saved = checkpoint["progress"], checkpoint["args"]
+        if (args.num_envs, args.buffer_size) != (saved["num_envs"], saved["buffer_size"]):
+            raise UsageError("num_envs and buffer_size of a run cannot change")
+        replay.add({name: x.to(device) for name, x in checkpoint["rows"].items()})
+        replay.count = checkpoint["count"]
+    # A checkpoint resets the environments: more of them would cut most episodes.
+    num_iterations = args.total_timesteps // args.num_envs // args.train_frequency
+    save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.train_frequency)
+    thresholds = args.stop_return, envs.unwrapped.envs[0].spec.reward_threshold, np.inf
+    stop_return = next(x for x in thresholds if x is not None)
+    log = RunLog(args, progress["global_step"])
+    env_state = reset_envs(envs, args.seed, 0, progress["iteration"])
+    losses, num_updates = torch.zeros(len(LOSSES), device=device), 0  # since the last row
+    last_time = time.perf_counter()
+    solved = solved_at(progress["evaluations"], stop_return)
+    done = progress["global_step"] >= args.total_timesteps or (args.stop_early and solved)
+    while not done:
+        # Rollout
+        rows, episodes = rollout(envs, agent, env_state)
+        replay.add(rows)
+        steps = int((1 - rows["last"]).sum())
+        iteration, global_step = progress["iteration"] + 1, progress["global_step"] + steps
+        progress |= {"iteration": iteration, "global_step": global_step,
+                     "episodes": (progress["episodes"] + episodes)[-100:]}
+
+        # Update
+        remaining = max(0.0, 1 - global_step / args.total_timesteps)
+        learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
+        if global_step >= args.learning_starts and replay.count >= args.window:
+            train_step(agent, opt, replay.sample(args), learning_rate, losses)
+            num_updates += 1
+        for name, x in {**rows, "losses": losses}.items():
+            if not x.isfinite().all():
+                raise FloatingPointError(f"{name} not finite in iteration {iteration}")
+
+        # Evaluate
+        if args.eval_frequency and global_step % args.eval_frequency < steps:
+            mean_return = play_episodes(agent, True, global_step).mean().item()
+            tqdm.write(f"step {global_step}: deterministic return {mean_return:.1f}")
+            progress["evaluations"].append((global_step, mean_return))
+            solved = solved_at(progress["evaluations"], stop_return)
+
+        # Log and save
+        done = global_step >= args.total_timesteps or (args.stop_early and solved)
+        save = done or iteration % save_every == 0
+        if save or global_step % 1_000 < steps:
+            means = dict(zip(LOSSES, (losses / num_updates).tolist(), strict=True))
+            if means["clipped_targets"] > 0 and not progress["clipped"]:
+                tqdm.write("targets beyond value_min or value_max are clipped")
+                progress["clipped"] = True
+            means["greedy_return"] = [(0, np.nan), *progress["evaluations"]][-1][1]
+            seconds = time.perf_counter() - last_time
+            progress["seconds"] += seconds
+            last_time += seconds
+            charts = {"learning_rate": learning_rate, "SPS": (global_step - log.bar.n) / seconds}
+            log.bar.total = max(log.bar.total, global_step)
+            log.write(progress, charts, means)
+            losses, num_updates = torch.zeros_like(losses), 0
+        if save:
+            # The reset cuts episodes like a time limit: last observations without actions.
+            obs = torch.from_numpy(env_state.obs[None]).to(device)
+            replay.add({"obs": obs, "terminal": env_state.terminal[None].to(device), "last": 1,
+                        "actions": 0, "rewards": 0, "behavior": 1 / agent.num_actions})
+            filled = {name: x[: replay.count].clone() for name, x in replay.rows.items()}
+            log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt,
+                     rows=filled, count=replay.count)
+            env_state = reset_envs(envs, args.seed, 0, iteration)
+    if solved:
+        tqdm.write(f"solved at {solved} steps: return {stop_return} in two evaluations")
+    return log.finish(agent, progress, solved_at=solved)
+
+# ------------- bookkeeping from here: nothing below is needed to understand the algorithm
 
 def play_episodes(agent, greedy, when, video_dir=None):
-    """Raw returns of the first episode in each of eval_episodes fresh environments, with own
-    seeds for each `when`. Leaves the training's random numbers alone."""
+    """Returns (N,) of full episodes, one per fresh environment, with own seeds."""
     args, N, returns = agent.args, agent.args.eval_episodes, {}
     envs = make_envs(args, N, video_dir)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
     with torch.random.fork_rng(devices=[]):
-        env_state = reset_envs(envs, args.seed, 2**31, when)  # training has 0 for 2**31
+        env_state = reset_envs(envs, args.seed, 2**31, when)  # training: 0 for 2**31
         for _ in range(0, limit, args.train_frequency):
             for n, episodic_return, _ in rollout(envs, agent, env_state, greedy)[1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
@@ -508,107 +557,17 @@ def play_episodes(agent, greedy, when, video_dir=None):
     return np.array([returns.get(n, envs.episode_returns[n]) for n in range(N)])
 
 def solved_at(evaluations, stop_return):
-    """Steps of the first of two evaluations (steps, mean return) in a row that reach it, or None."""
-    for (steps, first), (_, second) in pairwise(evaluations):
-        if stop_return is not None and min(first, second) >= stop_return:
-            return steps
-    return None
-
-def train(args, checkpoint=None):
-    """Train, from a checkpoint on if there is one, then evaluate. Returns the summary."""
-    device = set_up_device(args)
-    envs = make_envs(args, args.num_envs)
-    agent, opt = make_agent(envs, args, device, checkpoint)
-    if args.evaluate is not None:
-        return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
-    progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": [], "evaluations": []}
-    replay = Replay(args.buffer_size // args.num_envs, device)
-    if checkpoint:
-        progress = checkpoint["progress"]
-        if any(checkpoint["args"][name] != getattr(args, name) for name in ("num_envs", "buffer_size")):
-            raise UsageError("num_envs and buffer_size are those of the replay: leave them")
-        replay.load_state_dict(checkpoint["replay"])
-    num_iterations = args.total_timesteps // (args.num_envs * args.train_frequency)
-    # A checkpoint resets the environments: more of them would cut most episodes.
-    save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.train_frequency)
-    stop_return = args.stop_return
-    if stop_return is None:
-        stop_return = envs.unwrapped.envs[0].spec.reward_threshold
-    log = RunLog(args, progress["global_step"])
-    env_state = reset_envs(envs, args.seed, 0, progress["iteration"])
-    losses, num_updates, logged_step = torch.zeros(len(LOSSES), device=device), 0, progress["global_step"]
-    last_time, warned = time.perf_counter(), False
-    solved = solved_at(progress["evaluations"], stop_return)
-    done = progress["global_step"] >= args.total_timesteps or (args.stop_early and solved)
-    while not done:
-        # Rollout
-        rows, episodes = rollout(envs, agent, env_state)
-        replay.add(rows)
-        before = progress["global_step"]
-        global_step = before + int((1 - rows["last"]).sum())
-        progress |= {"iteration": progress["iteration"] + 1, "global_step": global_step,
-                     "episodes": (progress["episodes"] + episodes)[-100:]}
-        check_finite(progress, observations=rows["obs"], rewards=rows["rewards"], policy=rows["behavior"])
-
-        # Update
-        remaining = max(0.0, 1 - global_step / args.total_timesteps)
-        learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)
-        if global_step >= args.learning_starts and replay.count >= args.window:
-            train_step(agent, opt, replay.sample(args), learning_rate, losses)
-            num_updates += 1
-
-        # Evaluate
-        if args.eval_frequency and before // args.eval_frequency < global_step // args.eval_frequency:
-            returns = play_episodes(agent, True, global_step)
-            progress["evaluations"].append((global_step, returns.mean().item()))
-            tqdm.write(f"step {global_step}: {len(returns)} greedy episodes return {returns.mean():.1f}")
-            solved = solved_at(progress["evaluations"], stop_return)
-
-        # Log and save
-        done = global_step >= args.total_timesteps or (args.stop_early and solved)
-        save = done or progress["iteration"] % save_every == 0
-        if save or before // 1_000 < global_step // 1_000:
-            means = dict(zip(LOSSES, (losses / num_updates).tolist(), strict=True))  # NaN before learning
-            if num_updates:
-                check_finite(progress, **means)
-            if means["clipped_targets"] > 0 and not warned:
-                tqdm.write("targets beyond value_min or value_max are clipped: see metrics.csv")
-                warned = True
-            seconds = time.perf_counter() - last_time
-            progress["seconds"] += seconds
-            charts = {"learning_rate": learning_rate, "SPS": (global_step - logged_step) / seconds}
-            means["greedy_return"] = progress["evaluations"][-1][1] if progress["evaluations"] else math.nan
-            log.write(progress, charts, means)
-            losses.zero_()
-            num_updates, logged_step, last_time = 0, global_step, last_time + seconds
-        if save:
-            # The reset cuts episodes like a time limit: a last observation without an action.
-            uniform = torch.full_like(rows["behavior"][:1], 1 / agent.num_actions)
-            replay.add({"obs": torch.from_numpy(env_state.obs)[None], "actions": 0 * rows["actions"][:1],
-                        "rewards": 0 * rows["rewards"][:1], "behavior": uniform,
-                        "last": torch.ones(1, args.num_envs), "terminal": env_state.terminal[None]})
-            log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt,
-                     replay=replay.state_dict())
-            env_state = reset_envs(envs, args.seed, 0, progress["iteration"])
-    if solved:
-        tqdm.write(f"solved at {solved} steps: two evaluations return {stop_return} or more")
-    return log.finish(agent, progress, solved_at=solved)
-
-# ------------- bookkeeping from here: nothing below is needed to understand the algorithm
-
-def check_finite(progress, **quantities):
-    for name, x in quantities.items():
-        if not torch.as_tensor(x).isfinite().all():
-            raise FloatingPointError(f"{name} not finite in iteration {progress['iteration']}")
+    """Steps of the first of two evaluations (steps, return) in a row that reach it, or None."""
+    pairs = pairwise(evaluations)
+    return next((steps for (steps, x), (_, y) in pairs if min(x, y) >= stop_return), None)
 
 def evaluate(agent, run_dir, global_step):
-    """Play full episodes, one per environment, with greedy, then with sampled actions.
-    Returns the numbers for summary.json."""
+    """Deterministic, then sampled actions. Returns the numbers for summary.json."""
     args, N = agent.args, agent.args.eval_episodes
     summary = {"eval_episodes": N}
-    for name, kind in (("eval", "greedy"), ("eval_sampled", "sampled")):
+    for name, kind, greedy in (("eval", "deterministic", True), ("eval_sampled", "sampled", False)):
         print(f"{args.env_id} after {global_step:,} steps: {N} episodes, {kind} actions")
-        x = play_episodes(agent, kind == "greedy", 0, run_dir / "videos" if kind == "greedy" else None)
+        x = play_episodes(agent, greedy, 0, run_dir / "videos" if greedy else None)
         summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
         print(f"  return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
     return summary
@@ -644,6 +603,7 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, global_step):
+        wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
@@ -654,8 +614,7 @@ class RunLog:
         about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,
                  "numpy": np.__version__, "gymnasium": gym.__version__}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
-        if args.track:
-            import wandb
+        if wandb:
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
@@ -684,8 +643,10 @@ class RunLog:
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
+        data = io.BytesIO()  # a full disk is no OSError inside torch.save
+        torch.save(checkpoint, data)
         with open(self.run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
+            file.write(data.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")
@@ -708,8 +669,9 @@ def set_up_device(args):
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for determinism
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.zeros(1, device=args.device).device
+        return torch.zeros(1, device=auto if args.device == "auto" else args.device).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {args.device}: {error}") from error
 

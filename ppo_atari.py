@@ -383,8 +383,7 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         grad = mean_over_ranks(grad)
     norm = grad.norm()
     losses.add_(torch.cat([debug, norm[None]]))
-    if args.max_grad_norm:
-        grad = grad * (args.max_grad_norm / (norm + 1e-6)).clamp(max=1)  # [D11]
+    grad = grad * ((args.max_grad_norm or torch.inf) / (norm + 1e-6)).clamp(max=1)  # [D11]
     betas = (0.9, 0.999)  # Adam (Kingma and Ba 2015, algorithm 1) [D3]
     opt["exp_avg"].lerp_(grad, 1 - betas[0])
     opt["exp_avg_sq"].lerp_(grad.square(), 1 - betas[1])

@@ -425,12 +425,11 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
 @torch.no_grad()
 def rollout(envs, agent, act, env_state, noise_scale=1.0):
     """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
-    Returns data (T, N, ...), time limits (t, n, obs, RNN state) and episodes (n, return, length)."""
+    Returns data (T, N, ...), what to bootstrap from, time limits (t, n), episodes (n, return, length)."""
     args, T, N = agent.args, agent.args.num_steps, envs.num_envs
-    noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)
-    noise = -noise.exponential_().log() if agent.num_choices else noise.normal_()
-    noise *= noise_scale  # Gumbel or normal; drawn at once, which is fast
-    steps, time_limits, episodes = [], [], []
+    noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)  # Gumbel or normal
+    noise = noise_scale * (-noise.exponential_().log() if agent.num_choices else noise.normal_())
+    steps, episodes, time_limits, final_obs, final_states = [], [], [], [], []
     rewards, dones = torch.zeros(2, T, N)
     for t in range(T):
         raw_obs, rnn_state = torch.from_numpy(env_state.obs), env_state.rnn_state
@@ -443,8 +442,9 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         for n in np.flatnonzero(done):
             episodes.append((n.item(), *(infos["episode"][key][n].item() for key in ("r", "l"))))
             if args.truncation_bootstrap and not terminated[n]:
-                final_obs = agent.normalize(torch.from_numpy(infos["final_obs"][n]))[None, None]
-                time_limits.append((t, n, final_obs, next_state[:, [n]]))
+                time_limits.append((t, n))
+                final_obs.append(infos["final_obs"][n])
+                final_states.append(next_state[:, [n]])
         if args.norm_reward and agent.training:
             env_state.discounted_return = env_state.discounted_return * args.gamma + reward
             agent.reward_rms.update(torch.from_numpy(env_state.discounted_return))
@@ -456,7 +456,10 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         env_state.starts = dones[t : t + 1].to(agent.device)
     data = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
     data |= {"rewards": rewards.to(agent.device), "dones": dones.to(agent.device)}
-    return data, time_limits, episodes
+    last_obs = agent.normalize(torch.from_numpy(np.stack([*env_state.obs, *final_obs])))[None]
+    last_starts = nn.functional.pad(env_state.starts, (0, len(final_obs)))
+    last = last_obs, torch.cat([env_state.rnn_state, *final_states], 1), last_starts
+    return data, last, time_limits, episodes
 
 @torch.no_grad()
 def train(args, checkpoint=None):
@@ -494,22 +497,21 @@ def train(args, checkpoint=None):
         coefs = torch.tensor([learning_rate, clip_coef, args.ent_coef, args.vf_coef], device=device)
 
         # Rollout
-        data, time_limits, episodes = rollout(envs, agent, act, env_state)
+        data, last, time_limits, episodes = rollout(envs, agent, act, env_state)
 
         # Advantages and updates
-        last_obs = agent.normalize(torch.from_numpy(env_state.obs))[None]  # (1, N, O)
         initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
         losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(
                     data["obs"], data["rnn_states"][0], data["starts"])
-                last_value = agent.get_value(last_obs, env_state.rnn_state, env_state.starts)
+                last_values = agent.get_value(*last)
                 final_values = torch.zeros_like(values)  # (T, N), 0 in terminal states
-                for t, n, obs, state in time_limits:
-                    final_values[t, n] = agent.get_value(obs, state, torch.zeros_like(obs[..., 0]))
-                advantages = compute_gae(data["rewards"], values, last_value, final_values,
-                                         data["dones"], args.gamma, args.gae_lambda)
+                for (t, n), value in zip(time_limits, last_values[0, args.num_envs :], strict=True):
+                    final_values[t, n] = value
+                advantages = compute_gae(data["rewards"], values, last_values[:, : args.num_envs],
+                                         final_values, data["dones"], args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
                 if args.norm_value and epoch == 0:
                     agent.value_rms.update(returns.flatten())
@@ -550,18 +552,16 @@ def train(args, checkpoint=None):
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm
 
 def evaluate(agent, run_dir, global_step):
-    """Play full episodes, one per environment, with deterministic, then with sampled actions.
-    Raw rewards, frozen statistics, own seeds. Returns the numbers for summary.json."""
+    """Play full raw episodes, one per environment: deterministic, then sampled actions."""
     agent.eval()  # freezes the statistics of rewards
-    args, N = agent.args, agent.args.eval_episodes
-    summary = {"eval_episodes": N}
+    args, N, summary = agent.args, agent.args.eval_episodes, {}
     for name, kind, noise in (("eval", "deterministic", 0), ("eval_sampled", "sampled", 1)):
         print(f"{args.env_id} after {global_step:,} steps: {N} episodes, {kind} actions")
         envs = make_envs(args, N, None if noise else run_dir / "videos")
         env_state, returns = reset_envs(envs, agent, args.seed, 2**31), {}  # 2**31 is no rank
         limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
         for _ in tqdm(range(0, limit, args.num_steps), leave=False, disable=None):
-            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[2]:
+            for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[-1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
             if len(returns) == N:
                 break
@@ -569,7 +569,7 @@ def evaluate(agent, run_dir, global_step):
             print(f"  {N - len(returns)} have no end: cut after {limit} steps")
         envs.close()
         x = np.array([returns.get(n, envs.episode_returns[n]) for n in range(N)])
-        summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
+        summary |= {"eval_episodes": N, f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
         print(f"  return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
     return summary
 

@@ -5,23 +5,22 @@
 # ///
 """RL^2: a recurrent agent that learns to learn (Duan et al. 2016, arXiv 1611.02779), with PPO.
 
-    python rl2_meta.py --env-id Bandit --num-arms 10         train, then meta-test
-    python rl2_meta.py --resume runs/RUN                     resume a killed run exactly
-    python rl2_meta.py --evaluate runs/RUN                   repeat the meta-test
+    python rl2_meta.py --env-id Bandit --num-arms 10    train, then meta-test
+    python rl2_meta.py --resume runs/RUN                resume a killed run exactly
+    python rl2_meta.py --evaluate runs/RUN              repeat the meta-test
     python rl2_meta.py --env-id TabularMDP --preset published
 
-A trial is n episodes in one task that the agent does not know. The RNN state is zero when a trial
-begins and is kept across its episodes: all that the agent learns of the task is stored there, as
-its weights do not change. PPO maximizes the return of whole trials.
+A trial is n episodes in one unknown task. The RNN state is zero when a trial begins and is kept
+across its episodes: it holds all that the agent learns of the task, as the weights do not change.
+PPO maximizes the return of whole trials.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
 (observation, previous action, reward and done), M trials in a minibatch, H hint for the critic.
-Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
-its auxiliary ones.
+Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
 import importlib.util
-import inspect
+import io
 import json
 import os
 import subprocess
@@ -125,29 +124,29 @@ class Args:
     def check(self, default):
         """Raise UsageError unless all flags are in range, fit each other and, where they differ
         from `default`, are of use in this environment."""
+        numbers = {int: int, float: int | float, float | None: int | float | None}
         for field in fields(self):
-            name, value, whole = field.name, getattr(self, field.name), field.type is int
-            low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
-            valid = isinstance(value, int if whole else int | float) and low <= value <= high
-            if field.type in (int, float) and not valid:
-                raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
+            value, kind = getattr(self, field.name), numbers.get(field.type)
+            low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
+            if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
+                raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         if self.num_trials % self.num_minibatches:
-            raise UsageError(f"{self.num_trials} trials / {self.num_minibatches} minibatches")
+            raise UsageError(f"num_minibatches must divide {self.num_trials} trials")
         if (self.env_id in FAMILIES) == (self.task_sampler is not None):
             raise UsageError(f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
                              f"{', '.join(FAMILIES)}, or a Gymnasium id and a task_sampler")
         if self.stop_goal is not None and not self.test_every:
-            raise UsageError("stop_goal is compared with meta-tests: give test_every, too")
+            raise UsageError("stop_goal is compared with meta-tests: give test_every")
         own = FAMILIES.get(self.env_id, Simulator).FLAGS
         for name in [name for family in FAMILIES.values() for name in family.FLAGS]:
             if name not in own and getattr(self, name) != getattr(default, name):
                 raise UsageError(f"{name} is of no use in {self.env_id}")
 
-RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
-SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_network": False,
+RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1),
+          "stop_goal": (-(10**12), 10**12)}
+SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_network": False, "gamma": 0.99,
              "episodes_per_trial": 2, "num_trials": 8, "update_epochs": 10, "target_kl": 0.03,
-             "norm_obs": True, "learning_rate": 1e-3, "gamma": 0.99, "ent_coef": 0.0,
-             "total_timesteps": 1_000_000, "test_trials": 200}
+             "norm_obs": True, "learning_rate": 1e-3, "ent_coef": 0.0, "test_trials": 200}
 PRESETS = {
     "none": {},
     "hundred": {"episodes_per_trial": 100, "num_trials": 256, "num_minibatches": 8,
@@ -157,7 +156,7 @@ PRESETS = {
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
-    "simulator": SIMULATOR,  # of a task_sampler; gamma 1 is better where episodes end early
+    "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": 0.95},  # 1 if episodes end early
     # Duan et al. 2016, but for the GRU (weight normalization, ReLU) and their KL line search.
     "published": {"rnn_hidden": 256, "gamma": 0.99, "gae_lambda": 0.3, "learning_rate": 1e-3,
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
@@ -197,9 +196,9 @@ class Bandit:
 
 class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; Dirichlet(1) transitions, rewards
-    normal around means that are normal around 1. An observation is the one-hot state. With
-    `tabular` it also has the previous state and action as one of 50 cells, one-hot, and the same
-    times the reward. The hint is what an optimal and what a random policy would still collect."""
+    N(mean, 1) with means N(1, 1). An observation is the one-hot state. With `tabular` it also has
+    the previous state and action as one of 50 cells, one-hot, and the same times the reward. The
+    hint is what an optimal and what a random policy would still collect."""
 
     STATES, ACTIONS, HORIZON = 10, 5, 10
     FLAGS = ("tabular", "expected_reward")
@@ -245,12 +244,11 @@ class TabularMDP:
         self.state = (uniform > edges).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
         self.t += 1
         done = self.t % self.HORIZON == 0
-        if done:
-            self.state = torch.zeros_like(self.state)
+        self.state = self.state * (not done)
         return *self.observe(), reward, torch.full_like(reward, done), expected_reward
 
 class Runner(gym.Wrapper):
-    """Rewards the direction `goal` (1 or -1) or the velocity `goal` instead of running forward."""
+    """Rewards direction `goal` (1 or -1) or velocity `goal` instead of running forward."""
 
     def __init__(self, env, to_velocity):
         super().__init__(env)
@@ -269,8 +267,8 @@ RUNNERS = {
 }
 
 class Simulator:
-    """Gymnasium environments. The observation after an episode's end is the next one's first. Before
-    each trial a Runner gets a new goal, which is the hint, or the sampler sets another task."""
+    """Gymnasium environments. An observation after an episode's end is the next one's first.
+    A trial begins with a new goal of the Runner, which is the hint, or a call of the sampler."""
 
     FLAGS = ("episode_length", "norm_obs", "clip_obs", "log_std_init", "learn_std", "capture_video")
 
@@ -280,7 +278,7 @@ class Simulator:
         self.runner = args.env_id in RUNNERS
         env_id, options = RUNNERS.get(args.env_id, (args.env_id, {}))
         if self.runner:
-            options = {"exclude_current_positions_from_observation": False, "camera_name": "track"} | options
+            options = options | {"exclude_current_positions_from_observation": False, "camera_name": "track"}
 
         def make_env(i):
             recorded = args.capture_video and i == 0
@@ -291,11 +289,12 @@ class Simulator:
                 import moviepy  # noqa: F401
                 env.reset()
                 assert env.render() is not None, "it renders nothing"
-            if recorded and video_dir is not None:
+            if recorded and video_dir:
                 env = gym.wrappers.RecordVideo(env, video_dir, lambda n: n < args.episodes_per_trial)
-            if len(env.observation_space.shape or ()) != 1:
-                env = gym.wrappers.FlattenObservation(env)
-            return Runner(env, self.to_velocity) if self.runner else env
+            if self.runner:
+                return Runner(env, self.to_velocity)
+            is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
+            return env if is_vector else gym.wrappers.FlattenObservation(env)
 
         if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
             importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
@@ -305,11 +304,9 @@ class Simulator:
         except Exception as error:
             raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
         space, self.action_space = self.envs.single_observation_space, self.envs.single_action_space
-        if not isinstance(space, Box):
-            raise UsageError(f"{args.env_id}: observations are not a vector")
         real = isinstance(self.action_space, Box) and self.action_space.dtype.kind == "f"
-        if not real and not isinstance(self.action_space, Discrete):
-            raise UsageError(f"actions {self.action_space} are not supported")
+        if not isinstance(space, Box) or not (real or isinstance(self.action_space, Discrete)):
+            raise UsageError(f"{args.env_id}: {space} with {self.action_space} is not supported")
         self.obs_size, self.hint_size, self.num_rows = space.shape[0], int(self.runner), 1
         self.sampler = None if self.runner else load_sampler(args, self.envs.envs[0].unwrapped)
 
@@ -398,8 +395,8 @@ def layer_init(layer, gain, args):
     return layer
 
 def make_rnn(num_inputs, args):
-    """Recurrent layer, its gates orthogonal one by one [D32]. One-hot inputs with gain 1 hardly move
-    a unit, and only where units are bent can a reward be bound to its action."""
+    """Recurrent layer with orthogonal gates [D32]. One-hot inputs with gain 1 hardly move a unit,
+    and only saturating units can bind a reward to its action."""
     size = args.rnn_hidden
     rnn = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](num_inputs, size)
     if args.ortho_init:
@@ -409,21 +406,20 @@ def make_rnn(num_inputs, args):
         nn.init.zeros_(rnn.bias_ih_l0)
         nn.init.zeros_(rnn.bias_hh_l0)
     if args.chrono_init:
-        first_gate, keep_gate, *_ = rnn.bias_ih_l0.data.split(size)  # GRU: r, z, n; LSTM: i, f, g, o
+        first_gate, keep_gate, *_ = rnn.bias_ih_l0.data.split(size)  # r, z, n or i, f, g, o
         keep_gate.uniform_(1, max(2, args.trial_length - 1)).log_()
         if args.rnn == "lstm":
             first_gate.copy_(-keep_gate)
     return rnn
 
 class Agent(nn.Module):
-    """Actor, critic and running statistics. Inputs (T, N, D) are whole trials, `hints` (T, N, H + 1)
-    is what only the critic sees, actions are (T, N) if discrete, else (T, N, A)."""
+    """Actor, critic and running statistics. Inputs (T, N, D) are whole trials, only the critic
+    sees `hints` (T, N, H + 1), and actions are (T, N) if discrete, else (T, N, A)."""
 
     def __init__(self, tasks, args, device):
         super().__init__()
-        self.args, self.device = args, device
-        self.discrete, self.num_rows = isinstance(tasks.action_space, Discrete), tasks.num_rows
-        space = tasks.action_space
+        self.args, self.device, space = args, device, tasks.action_space
+        self.discrete, self.num_rows = isinstance(space, Discrete), tasks.num_rows
         self.num_actions = int(space.n) if self.discrete else int(np.prod(space.shape))
         self.obs_rms, self.value_rms = RunningMeanStd(tasks.obs_size), RunningMeanStd()
         self.value_std = nn.Buffer(torch.ones(()))  # the unit of the critic's output
@@ -463,17 +459,15 @@ class Agent(nn.Module):
         std = self.log_std.clamp(-5, 2).exp().expand_as(output)
         return Independent(Normal(output, std, validate_args=False), 1, validate_args=False)
 
-    def value(self, features, hints):
+    def get_value(self, inputs, hints, features=None):
+        """Values (T, N) in units of returns; `features`: the critic RNN's, if known."""
+        features = self.critic_rnn(inputs)[0] if features is None else features
         if self.args.privileged_critic:
             features = torch.cat([features, hints], -1)
         return self.critic(features).squeeze(-1) * self.value_std
 
-    def get_value(self, inputs, hints):
-        """Values (T, N) in units of returns."""
-        return self.value(self.critic_rnn(inputs)[0], hints)
-
     def act(self, inputs, rnn_state, greedy):
-        """One step (N, D) from this RNN state (None: zeros) [D33], greedy: by the likeliest action.
+        """One step (N, D) from this RNN state, None for zeros [D33]; greedy: likeliest actions.
         Returns actions, log-probabilities (N,) and the next RNN state."""
         features, rnn_state = self.actor_rnn(inputs[None], rnn_state)
         policy = self.policy(features, inputs[None])
@@ -488,39 +482,35 @@ class Agent(nn.Module):
     def forward(self, inputs, hints, actions):
         """Log-probabilities, entropies and values (T, N) of whole trials."""
         features = self.actor_rnn(inputs)[0]
-        critic_features = features if self.args.share_network else self.critic_rnn(inputs)[0]
         policy = self.policy(features, inputs)
-        return policy.log_prob(actions), policy.entropy(), self.value(critic_features, hints)
+        value = self.get_value(inputs, hints, features if self.args.share_network else None)
+        return policy.log_prob(actions), policy.entropy(), value
 
 def gae_over_trial(rewards, values, gamma, gae_lambda):
-    """Generalized advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. The ends of episodes do
-    not count: what an episode reveals of the task is worth something in the next. A trial's does."""
+    """Generalized advantages (T, N) (Schulman et al. 2016, equation 16) [D5]. Value flows across
+    the ends of episodes, as what one reveals helps in the next, and is 0 after a trial."""
     next_values = torch.cat([values[1:], torch.zeros_like(values[:1])])
-    deltas = rewards + gamma * next_values - values
-    advantages, advantage = [], torch.zeros_like(deltas[0])
-    for delta in reversed(deltas.unbind()):
-        advantage = torch.add(delta, advantage, alpha=gamma * gae_lambda)
-        advantages.append(advantage)
-    return torch.stack(advantages[::-1])
+    advantages = rewards + gamma * next_values - values
+    for t in reversed(range(len(rewards) - 1)):
+        advantages[t] += gamma * gae_lambda * advantages[t + 1]
+    return advantages
 
 BATCH = ("inputs", "hints", "actions", "logprobs", "values", "advantages", "returns")
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 @torch.enable_grad()
 def train_step(agent, opt, batch, index, ent_coef, losses):
-    """One optimizer step on the trials `index` (M,) of the batch (T, N, ...), with backpropagation
-    through whole trials. The loss is equation 9 of Schulman et al. 2017."""
+    """One optimizer step on the trials `index` (M,) of the batch (T, N, ...), by backpropagation
+    through whole trials; the loss is equation 9 of Schulman et al. 2017."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
     newlogprob, entropy, newvalue = agent(mb["inputs"], mb["hints"], mb["actions"])
     mb_advantages = mb["advantages"]
     if args.norm_adv:  # [D7]
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-    # Policy loss [D8]
     logratio = newlogprob - mb["logprobs"]
     ratio = logratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
-    # Value loss
+    pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()  # [D8]
     v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
     if args.clip_vloss:  # [D9]
         change = ((newvalue - mb["values"]) / agent.value_std).clamp(-args.clip_coef, args.clip_coef)
@@ -545,13 +535,12 @@ def train_step(agent, opt, batch, index, ent_coef, losses):
 
 @torch.no_grad()
 def play(tasks, agent, greedy=False):
-    """Play one trial in each of N new tasks. Yields each of the T steps, a dict of (N, ...)."""
+    """Play one trial in N new tasks. Yields each of its T steps, a dict of (N, ...)."""
     T, N, device = agent.args.trial_length, tasks.num_trials, agent.device
     obs, hint = tasks.reset()
     action = torch.zeros(N, agent.num_actions, device=device)
     action = action[:, 0].long() if agent.discrete else action
-    reward = torch.zeros(N, device=device)
-    done = torch.ones(N, device=device)  # a trial begins like an episode after the first
+    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)
     rnn_state = None
     for t in range(T):
         inputs = agent.encode(obs, action, reward, done)
@@ -571,7 +560,7 @@ def episode_returns(rewards, dones, num_episodes):
 
 @torch.no_grad()
 def rollout(tasks, agent):
-    """One trial in each of N new tasks [D1]. Returns data (T, N, ...) and episode returns (n, N)."""
+    """Play one trial in N new tasks [D1]. Returns data (T, N, ...), episode returns (n, N)."""
     args, steps = agent.args, list(play(tasks, agent))
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     returns, counted = episode_returns(data["rewards"], data["dones"], args.episodes_per_trial)
@@ -590,8 +579,7 @@ def train(args, checkpoint=None):
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     batch_size = args.num_trials * args.trial_length * WORLD_SIZE
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": [], "tests": []}
-    if args.norm_obs:  # a first rollout of which only the observations are used
-        progress["global_step"] = batch_size
+    progress["global_step"] += batch_size * args.norm_obs  # of a first rollout for its statistics
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
@@ -612,15 +600,13 @@ def train(args, checkpoint=None):
         ent_coef = args.ent_coef * (remaining if args.anneal_ent else 1)
 
         # Rollout
-        data, returns_by_episode = rollout(tasks, agent)
+        data, episodes = rollout(tasks, agent)
 
         # Advantages and updates
         losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
-                values = data["values"]
-                if epoch > 0:
-                    values = agent.get_value(data["inputs"], data["hints"])
+                values = data["values"] if epoch == 0 else agent.get_value(data["inputs"], data["hints"])
                 advantages = gae_over_trial(data["rewards"], values, args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
                 if args.norm_value and epoch == 0:
@@ -629,7 +615,8 @@ def train(args, checkpoint=None):
                 batch = data | {"advantages": advantages, "returns": returns}
                 batch = {name: batch[name] for name in BATCH}
             before = losses.clone()
-            for index in torch.randperm(args.num_trials, device=device).chunk(args.num_minibatches):  # [D6]
+            shuffled = torch.randperm(args.num_trials, device=device)
+            for index in shuffled.chunk(args.num_minibatches):  # [D6]
                 train_step(agent, opt, batch, index, ent_coef, losses)
                 num_updates += 1
             kl = mean_over_ranks(losses - before)[LOSSES.index("approx_kl")] / args.num_minibatches
@@ -641,16 +628,15 @@ def train(args, checkpoint=None):
         # Log and save
         if args.test_every and iteration % args.test_every == 0:
             test_return = torch.zeros((), dtype=torch.float64)
-            if log:  # rank 0 plays for all; sampled actions, as greedy ones may not explore at all
-                returns, _ = meta_test(agent, max(1, args.test_trials // 10), False, iteration)
-                test_return += returns.sum(0).mean() * WORLD_SIZE
+            if log:  # rank 0 plays for all, sampled actions: greedy ones may not explore
+                tested, _ = meta_test(agent, args.test_trials // 10 or 1, False, iteration)
+                test_return += tested.sum(0).mean() * WORLD_SIZE
             progress["tests"] = [*progress["tests"], mean_over_ranks(test_return).item()]
         seconds = time.perf_counter() - last_time
         last_time += seconds
-        trial_return = returns_by_episode.sum(0).mean().item()
+        trial = 0, episodes.sum(0).mean().item(), args.trial_length  # logged as one episode
         progress |= {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
-                     "seconds": progress["seconds"] + seconds,
-                     "episodes": [(0, trial_return, args.trial_length)]}  # a trial is PPO's episode
+                     "seconds": progress["seconds"] + seconds, "episodes": [trial]}
         unexplained = (batch["returns"] - data["values"]).var() / (batch["returns"].var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
@@ -658,15 +644,13 @@ def train(args, checkpoint=None):
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:
-            last_test = progress["tests"][-1] if progress["tests"] else np.nan
             log.write(progress, {"learning_rate": learning_rate, "SPS": batch_size / seconds,
-                                 "last_episode_return": returns_by_episode[-1].mean().item(),
-                                 "test_return": last_test}, means)
+                                 "last_episode_return": episodes[-1].mean().item(),
+                                 "test_return": [np.nan, *progress["tests"]][-1]}, means)
         stop = iteration == num_iterations or goal_reached(progress["tests"], args)
         if iteration % save_every == 0 or stop:
             if log:
-                log.save(args=asdict(args), progress=progress, agent=agent.state_dict(),
-                         opt=opt.state_dict())
+                log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt.state_dict())
             seed_tasks(tasks, args.seed, RANK, iteration)
     return log.finish(agent, progress) if log else None
 
@@ -675,22 +659,21 @@ def train(args, checkpoint=None):
 def goal_reached(tests, args):
     """Whether the last stop_window of the meta-tests all reach stop_goal."""
     window = tests[-args.stop_window :]
-    return args.stop_goal is not None and len(window) == args.stop_window and min(window) >= args.stop_goal
+    return args.stop_goal is not None and args.stop_window == sum(x >= args.stop_goal for x in window)
 
 def load_sampler(args, env):
     """The user's function(env, rng) that sets a task, tried once."""
     module, _, name = args.task_sampler.partition(":")
+    attributes = set(dir(env))
     try:
         sampler = getattr(importlib.import_module(module), name)
-        inspect.signature(sampler).bind(None, None)
+        result = sampler(env, np.random.default_rng(0))
     except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise UsageError(f"task_sampler {args.task_sampler}: {error}; give module:function(env, rng)") from error
-    attributes = set(dir(env))
-    result = sampler(env, np.random.default_rng(0))
+        raise UsageError(f"task_sampler {args.task_sampler}, module:function(env, rng): {error}") from error
     unknown = vars(env).keys() - attributes
     if unknown or result is not None:
-        problem = f"sets {', '.join(unknown)}" if unknown else "returns something"
-        raise UsageError(f"task_sampler {args.task_sampler} {problem}; it must set what {args.env_id} has")
+        raise UsageError(f"task_sampler {args.task_sampler} sets new {[*unknown]} and returns {result}: "
+                         f"it must set attributes that {args.env_id} has and return nothing")
     return sampler
 
 def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
@@ -700,7 +683,8 @@ def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
     tasks_at_once = 200 if FAMILIES.get(args.env_id, Simulator) is Simulator else 10_000
     with torch.random.fork_rng(devices=[agent.device] if agent.device.type == "cuda" else []):
         for first in range(0, num_trials, tasks_at_once):
-            tasks = make_tasks(args, min(num_trials - first, tasks_at_once), agent.device, video_dir)
+            num_tasks = min(num_trials - first, tasks_at_once)
+            tasks = make_tasks(args, num_tasks, agent.device, None if first else video_dir)
             seed_tasks(tasks, args.seed, 2**31 + when, first)  # 2**31 and more are no ranks
             tasks.alternate = True  # half of the directions forward: no luck of the draw
             steps = tqdm(play(tasks, agent, greedy), total=args.trial_length, leave=False, disable=None)
@@ -708,11 +692,9 @@ def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
             part, _ = episode_returns(torch.stack(rewards), torch.stack(dones), args.episodes_per_trial)
             returns.append(part.cpu().double().numpy())
             errors.append(np.array(getattr(tasks, "errors", []))[-args.episode_length :])
-            video_dir = None
     return np.concatenate(returns, 1), np.concatenate(errors, -1)
 
-# Trial returns of learners that know the structure of the tasks, by task, episodes and arms
-# (benchmarks/references.py); exact for bandits of 10 pulls.
+# Trial returns of learners that know the task structure (benchmarks/references.py).
 REFERENCES = {
     ("Bandit", 10, 5): {"random": 5.0, "Thompson sampling": 5.833, "UCB1": 6.657, "Gittins index": 6.660,
                         "Bayes optimum": 6.660},
@@ -729,8 +711,8 @@ def evaluate(agent, run_dir, global_step):
     args, n, num_trials = agent.args, agent.args.episodes_per_trial, agent.args.test_trials
     summary = {"eval_episodes": num_trials * n}
     for greedy, name, prefix in ((True, "eval", "greedy_"), (False, "eval_sampled", "")):
-        kind = "greedy" if greedy else "sampled"
-        print(f"{args.env_id} after {global_step:,} steps: {num_trials} trials in new tasks, {kind} actions")
+        kind = f"{num_trials} trials in new tasks, {'greedy' if greedy else 'sampled'} actions"
+        print(f"{args.env_id} after {global_step:,} steps: {kind}", flush=True)
         returns, errors = meta_test(agent, num_trials, greedy, 0, run_dir / "videos" if greedy else None)
         rows = np.vstack([returns.sum(0), returns])  # the trial, then its episodes
         mean, std = rows.mean(1).tolist(), rows[0].std().item()
@@ -741,11 +723,9 @@ def evaluate(agent, run_dir, global_step):
         shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
         print(f"  return {mean[0]:.3f} +- {se[0]:.3f}, by episode "
               + ", ".join(f"{i}: {mean[i]:.3f}" for i in shown))
-        if errors.size:  # absolute first: signed errors of the tasks would cancel
-            cost = np.abs(errors).sum(0).mean().item()
-            signed_cost = abs(errors.sum(0).mean().item())
-            summary |= {f"{key}_cost": cost, f"{key}_signed_cost": signed_cost}
-            print(f"  last episode's sum of |velocity - goal| {cost:.1f}, signed {signed_cost:.1f}")
+        if errors.size:
+            summary[f"{key}_cost"] = np.abs(errors).sum(0).mean().item()
+            print(f"  last episode's sum of |velocity - goal|: {summary[f'{key}_cost']:.1f}")
     arms = args.num_arms if args.env_id == "Bandit" else None
     for name, value in REFERENCES.get((args.env_id, n, arms), {}).items():
         print(f"  {name:18} {value:8.3f}")
@@ -778,6 +758,7 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, global_step):
+        wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
@@ -788,8 +769,7 @@ class RunLog:
         about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,
                  "numpy": np.__version__, "gymnasium": gym.__version__}
         (run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
-        if args.track:
-            import wandb
+        if wandb:
             wandb.init(project=args.wandb_project_name, entity=args.wandb_entity, name=run_dir.name,
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
@@ -818,8 +798,10 @@ class RunLog:
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
+        data = io.BytesIO()  # a full disk is no OSError inside torch.save
+        torch.save(checkpoint, data)
         with open(self.run_dir / "checkpoint.tmp", "wb") as file:
-            torch.save(checkpoint, file)
+            file.write(data.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(self.run_dir / "checkpoint.tmp", self.run_dir / "checkpoint.pt")

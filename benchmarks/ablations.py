@@ -27,18 +27,17 @@ SETTINGS = {
     "no-policy-gradient": "--pg-coef 0",
     "no-retrace": "--no-retrace",
     "no-model-loss": "--model-coef 0",
-    "no-scaled-advantages": "--no-scale-adv",
+    "no-scaled-advantages": "--no-norm-adv",
     "one-step-model": "--unroll-steps 1",
     "no-replay": "--replay-share 0",
     "replay-95": "--replay-share 0.95",
     "gradient-through-clip": "--no-detach-ratio",
     "sampled-cmpo": "--cmpo sampled",
-    "faster-prior": "--target-rate 0.1",
+    "faster-prior": "--tau 0.1",
 }
 TASKS = {
     "CartPole-v1": "--total-timesteps 30000",
-    "LunarLander-v3": "--total-timesteps 150000 --train-frequency 4 --gamma 0.997 --value-min -400 "
-                      "--value-max 400 --eval-every 15000 --stop-return 200",
+    "LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000",
 }
 
 

@@ -30,7 +30,8 @@ SCRIPT = Path(__file__).resolve().parent.parent / "ppo_continuous.py"
 NUM_ENVS, NUM_STEPS, MINIBATCHES = 8, 256, 32
 BATCH = NUM_ENVS * NUM_STEPS
 OURS = f"""
-    --preset none --num-steps {NUM_STEPS} --num-minibatches {MINIBATCHES} --update-epochs 10 --learning-rate 3e-4
+    --preset none --num-steps {NUM_STEPS} --num-minibatches {MINIBATCHES}
+    --update-epochs 10 --learning-rate 3e-4
     --no-anneal-lr --gamma 0.99 --gae-lambda 0.95 --clip-coef 0.2 --no-clip-vloss --ent-coef 0 --vf-coef 0.5
     --max-grad-norm 0.5 --target-kl None --no-recompute-adv --no-norm-value --norm-obs --norm-reward
     --hidden 64 64 --activation tanh --learn-std --log-std-init 0 --device cpu
@@ -183,7 +184,8 @@ def run_round(env_id, number, args):
     sb3, sb3_peak = run_worker("sb3", env_id, args)
     raw, _ = run_worker("raw", env_id, args)
     torchrun, *_ = run_ours(env_id, args, args.processes)
-    return {"env_id": env_id, "round": number, "ours_sps": round(ours), "torchrun_sps": round(torchrun), "sb3_sps": round(sb3), "raw_sps": round(raw),
+    return {"env_id": env_id, "round": number, "ours_sps": round(ours),
+            "torchrun_sps": round(torchrun), "sb3_sps": round(sb3), "raw_sps": round(raw),
             "ours_startup_s": round(startup, 1), "ours_first_iteration_s": round(first, 1),
             "ours_peak_mib": round(peak), "sb3_peak_mib": round(sb3_peak),
             "total_timesteps": args.total_timesteps, "processes": args.processes,

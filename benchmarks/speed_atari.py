@@ -76,7 +76,7 @@ def measure_raw(args, seconds=5.0):
 
     import ppo_atari
 
-    envs = ppo_atari.make_games(ppo_atari.Args(env_id=args.env_id), NUM_ENVS)
+    envs = ppo_atari.make_envs(ppo_atari.Args(env_id=args.env_id), NUM_ENVS)
     envs.reset(seed=np.arange(NUM_ENVS))
     actions = np.random.default_rng(1).integers(envs.single_action_space.n, size=(1000, NUM_ENVS))
     steps, start = 0, time.perf_counter()

@@ -1,4 +1,4 @@
-"""Steps per second of rl2_meta.py in one thread: playing trials, learning from them, and both.
+"""Steps per second of rl2_meta.py in one thread: rollouts, updates, and both.
 
     python benchmarks/speed_rl2.py --csv benchmarks/results/speed_rl2.csv
 
@@ -6,28 +6,27 @@ Medians over the rollouts after the first; nothing else should run on the machin
 """
 
 import csv
+import io
 import os
 import shlex
 import statistics
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import rl2_meta as rl2
 
-CHEETAH = """--rnn lstm --input-gain 1 --no-chrono-init --no-share-network --episodes-per-trial 2
-             --num-trials 8 --update-epochs 10 --norm-obs --learning-rate 1e-3 --gamma 0.99 --ent-coef 0"""
 SETTINGS = ("--env-id Bandit", "--env-id Bandit --update-epochs 8", "--env-id Bandit --rnn-hidden 256",
             "--env-id Bandit --episodes-per-trial 100", "--env-id TabularMDP",
-            "--env-id TabularMDP --update-epochs 8", f"--env-id HalfCheetahDir {CHEETAH}")
+            "--env-id TabularMDP --update-epochs 8", "--env-id HalfCheetahDir")
 
 
 @dataclass
@@ -43,21 +42,32 @@ class Args:
 
 
 def measure(flags, rollouts):
-    """Row of the table: steps per second of collect, of update, and of both together."""
-    args = tyro.cli(rl2.Args, args=shlex.split(flags))
-    device, times = rl2.set_up_torch(args), []
-    tasks, agent, opt = rl2.build(args, None, device)
-    rl2.restart(tasks, args.seed, 0, 0)
-    stream = SimpleNamespace(discounted=torch.zeros(args.num_trials))
-    hyper = {name: getattr(args, name) for name in rl2.LIVE}
-    for _ in range(rollouts):
+    """Row of the table: steps per second of rollouts, of updates, and of both together."""
+    words = shlex.split(flags)
+    first, _ = tyro.cli(rl2.Args, args=words, add_help=False, return_unknown_args=True)
+    preset = rl2.PRESETS.get(first.env_id, {})
+    args = tyro.cli(rl2.Args, args=words, default=rl2.Args(**preset))
+    steps, times, rollout = args.num_trials * args.trial_length, [], rl2.rollout
+    args = replace(args, total_timesteps=(rollouts + args.norm_obs) * steps, test_trials=1)
+
+    def timed(*inputs):
         start = time.perf_counter()
-        rollout, *_ = rl2.collect(tasks, agent)
-        middle = time.perf_counter()
-        rl2.update(agent, opt, rollout, stream, hyper, rl2.train_step)
-        times.append((middle - start, time.perf_counter() - middle))
-    steps = args.num_trials * args.trial_length
-    collect, update = (statistics.median(x) for x in zip(*times[1:], strict=True))
+        result = rollout(*inputs)
+        times.append(time.perf_counter() - start)
+        return result
+
+    silent = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(silent), redirect_stderr(silent):
+        rl2.rollout = timed
+        try:
+            rl2.train(replace(args, run_dir=f"{folder}/run"))
+        finally:
+            rl2.rollout = rollout
+        with open(f"{folder}/run/metrics.csv", newline="") as file:
+            both = [steps / float(row["SPS"]) for row in csv.DictReader(file)]
+    collects = times[-len(both) :]
+    updates = [a - b for a, b in zip(both, collects, strict=True)]
+    collect, update = (statistics.median(x[1:]) for x in (collects, updates))
     return {"flags": " ".join(flags.split()), "collect_sps": round(steps / collect),
             "update_sps": round(steps / update), "sps": round(steps / (collect + update)),
             "rollouts": rollouts, "torch": version("torch"), "cores": os.cpu_count()}

@@ -127,7 +127,7 @@ def test_stretches_of_steps_equal_a_loop_with_resets(rnn, rnn_reset):
 def test_recomputed_values_are_those_of_the_rollout(flags):
     envs, agent, _, env_state = small_agent("CartPole-v1", num_steps=32, **flags)
     for _ in range(2):
-        data, _, episodes = ppo.rollout(envs, agent, agent.act, env_state)
+        data, *_, episodes = ppo.rollout(envs, agent, agent.act, env_state)
         assert episodes
         with torch.no_grad():
             values = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])

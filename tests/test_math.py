@@ -109,6 +109,14 @@ class Line(gym.Env):
         return np.array([self.at], np.float32), 1.0, end and not self.truncate, end and self.truncate, {}
 
 
+def split_limits(last, time_limits):
+    """(t, n, observation, RNN state) of each time limit: the last of what a rollout bootstraps from."""
+    obs, state, starts = last
+    first = obs.shape[1] - len(time_limits)
+    assert starts[:, first:].eq(0).all()
+    return [(t, n, obs[:, [first + k]], state[:, [first + k]]) for k, (t, n) in enumerate(time_limits)]
+
+
 def collect_line(truncate, **flags):
     """A rollout of an episode and two steps of the next, by an agent whose value is its observation."""
     args = small_args("unused", num_envs=2, num_steps=5, num_minibatches=1, norm_obs=False, **flags)
@@ -117,13 +125,13 @@ def collect_line(truncate, **flags):
     agent = ppo.Agent(envs, args, torch.device("cpu"))
     agent.critic = nn.Identity()
     env_state = ppo.reset_envs(envs, agent, 0)
-    data, time_limits, episodes = ppo.rollout(envs, agent, agent.act, env_state)
+    data, last, time_limits, episodes = ppo.rollout(envs, agent, agent.act, env_state)
     assert episodes == [(0, 3.0, 3), (1, 3.0, 3)]  # environment, return, length
     assert env_state.obs.tolist() == [[3], [3]] and env_state.starts.tolist() == [[0, 0]]
     for n in range(2):
         assert data["dones"][:, n].tolist() == [0, 0, 1, 0, 0]
         assert data["starts"][:, n].tolist() == [1, 0, 0, 1, 0]
-    return agent, data, time_limits
+    return agent, data, split_limits(last, time_limits)
 
 
 def test_a_time_limit_keeps_the_final_observation():
@@ -175,7 +183,8 @@ def test_every_epoch_values_what_the_actions_led_to(tmp_path, monkeypatch, rnn, 
     run = watched_run(tmp_path / "run", "Forever-v0", on_step, rnn=rnn, recompute_adv=recompute_adv,
                       target_kl=None, learning_rate=1e-2, anneal_lr=False)
     assert len(calls) == (4 if recompute_adv else 2)
-    (data, time_limits, _), used = run.rollouts[-1], calls[2:] if recompute_adv else calls[1:]
+    (data, last, time_limits, _), used = run.rollouts[-1], calls[2:] if recompute_adv else calls[1:]
+    time_limits = split_limits(last, time_limits)
     assert len(time_limits) == 12 and data["dones"].sum() == 12  # every fifth step of 16, in 4 environments
     for weights, (rewards, values, last_value, final_values, dones, gamma, gae_lambda) in used:
         run.agent.load_state_dict(weights)

@@ -460,7 +460,7 @@ def test_bad_values_get_one_sentence(flags):
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
-EXACT = ("UCB1", "Gittins index", "Bayes optimum")  # of ten pulls
+EXACT = ("UCB1", "Gittins index", "Bayes optimum", "Thompson sampling")  # of ten pulls
 
 
 def test_what_rl2_meta_prints_is_in_the_table():
