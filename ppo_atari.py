@@ -558,8 +558,7 @@ def make_agent(envs, args, device, checkpoint):
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args, device)
     params = nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-    opt = {"params": params, "exp_avg": torch.zeros_like(params),
-           "exp_avg_sq": torch.zeros_like(params), "bias": params.new_zeros(2)}
+    opt = {"params": params, "exp_avg": 0 * params, "exp_avg_sq": 0 * params, "bias": params.new_zeros(2)}
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])

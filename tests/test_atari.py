@@ -660,6 +660,7 @@ def test_evaluation_forces_fire_after_a_lost_life(monkeypatch):
 def test_a_video_is_the_same_game(env_id, flags, tmp_path, monkeypatch):
     """In color, one frame per step, up to the end of the first game."""
     moviepy = pytest.importorskip("moviepy")
+    flags = {"max_frames": 3000, **flags}  # the test keeps every frame
     _, agent, _, _ = small_agent(env_id=env_id, eval_episodes=2, capture_video=True, **flags)
     with torch.no_grad():
         agent.actor.weight.mul_(100)  # some variety in deterministic actions

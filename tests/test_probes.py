@@ -77,7 +77,7 @@ def test_masked_choices_are_learned_and_forbidden_ones_never_played(tmp_path):
 
 def test_a_mask_only_in_the_info_of_reset_holds_for_the_first_step():
     envs, agent, _, env_state = small_agent("MaskedAtReset-v0", num_steps=300)
-    data, *_, episodes = ppo.rollout(envs, agent, agent.act, env_state)  # a forbidden action would have raised
+    data, *_, episodes = ppo.rollout(envs, agent, agent.act, env_state)  # a forbidden one would raise
     assert len(episodes) == 400
     first = data["starts"].bool()
     assert (data["mask"][first].sum(-1) == 2).all() and data["mask"][~first].all()
