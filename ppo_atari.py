@@ -337,6 +337,7 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # what may change
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
@@ -442,7 +443,7 @@ def train(args, checkpoint=None):
     if compiled:  # not with an RNN, as episode ends change its graph
         print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}

@@ -367,6 +367,7 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # what may change
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
@@ -470,11 +471,10 @@ def train(args, checkpoint=None):
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     act, step = agent.act, train_step
-    compiled = args.compile and args.rnn == "none" and shutil.which("g++")
-    if compiled:  # not with an RNN, as episode ends change its graph
+    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
         print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": torch.compiler.skip_guard_on_inbuilt_nn_modules_unsafe}
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
