@@ -3,87 +3,73 @@
     python benchmarks/plot.py runs/* --output curves.png
     python benchmarks/plot.py runs/* --csv benchmarks/results/curves.csv          keep the curves, thinned
     python benchmarks/plot.py benchmarks/results/curves.csv --output curves.png   draw them without the runs
+    python benchmarks/plot.py --overview --output benchmarks/results/overview.png    the front page's figure
 
-A panel for each environment, in it a line for each exp_name: the mean over its seeds, shaded by one standard
-deviation on both sides, as far as all of them have come.
+A panel per environment, a line per exp_name: mean and standard deviation over the seeds, as far as all came.
 """
 
-import csv
 import json
 import math
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import adaptation
+import matplotlib
 import numpy as np
 import tyro
-from matplotlib.figure import Figure  # without pyplot it is Agg that draws, also where there is no display
+from matplotlib.figure import Figure  # without pyplot it needs no display
 from matplotlib.ticker import EngFormatter
+from tables import UsageError, read_csv, run, sample_std, save_figure, write_csv
 
 KEY = ("env_id", "exp_name", "seed")
 KEPT = ("global_step", "seconds", "episodic_return")
-POINTS = 400  # of the grid that curves are interpolated on
-
-
-class UsageError(ValueError):
-    """What the user gave cannot work: told in one sentence, exit status 2."""
-
+POINTS, WINDOW = 400, 5  # of the grid that curves are interpolated on, and of the moving mean there
+RESULTS = Path(__file__).resolve().parent / "results"
+MUJOCO = ("HalfCheetah-v5", "Walker2d-v5", "Hopper-v5", "Humanoid-v5", "Ant-v5")
+OVERVIEW = {  # title: table, column, environments
+    "PPO on MuJoCo": ("curves.csv", "episodic_return", MUJOCO),
+    "PPO on Atari": ("atari_curves.csv", "episodic_return", ("Breakout", "Pong")),
+    "Muesli": ("muesli_curves.csv", "greedy_return", ("CartPole-v1", "LunarLander-v3")),
+}
+OVERVIEW_STYLE = {"font.size": 12, "legend.handlelength": 1.2, "figure.constrained_layout.w_pad": 0.1}
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[Path, ...]]
-    """run folders, or files written by --csv"""
-    output: Path | None = None
-    """figure to write"""
-    csv: Path | None = None
-    """table to write, with the columns global_step, seconds, episodic_return and y; up to 100 rows a run"""
-    x: Literal["global_step", "seconds"] = "global_step"
-    """horizontal axis"""
-    y: str = "episodic_return"
-    """vertical axis: any column of metrics.csv"""
-    smooth: int = 5
-    """points of the moving mean over each curve, which has 400; 1: none"""
-    label: Literal["exp_name", "folder"] = "exp_name"
-    """what tells lines apart; folder: a line for each folder, for runs that share exp_name and seed"""
-
-    def __post_init__(self):
-        if not self.runs or not (self.output or self.csv):
-            raise UsageError("give at least one run folder, and --output or --csv")
-        if not 1 <= self.smooth <= POINTS:
-            raise UsageError(f"--smooth {self.smooth} is outside 1 to {POINTS}")
-
+    runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, or files written by --csv
+    overview: bool = False  # draw the front page's figure, from the tables in results
+    output: Path | None = None  # figure to write
+    csv: Path | None = None  # table to write: global_step, seconds, episodic_return and y, 100 rows a run
+    x: Literal["global_step", "seconds"] = "global_step"  # horizontal axis
+    y: str = "episodic_return"  # vertical axis: any column of metrics.csv
+    label: Literal["exp_name", "folder"] = "exp_name"  # what tells lines apart
 
 def read_rows(path, label):
     """Rows of a run folder or of a kept table, each with its env_id, exp_name and seed."""
-    try:
-        with open(path / "metrics.csv" if path.is_dir() else path, newline="") as file:
-            rows = [row for row in csv.DictReader(file) if None not in row.values()]  # a kill may cut one
-        about = json.loads((path / "args.json").read_text()) if path.is_dir() else {}
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}; give run folders or --csv's files") from error
-    except ValueError as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if about and label == "folder":
-        about["exp_name"] = path.resolve().name
-    return [row | {name: str(about[name]) for name in KEY if name in about} for row in rows]
+    rows = read_csv(path / "metrics.csv" if path.is_dir() else path)
+    rows = [row for row in rows if None not in row.values()]  # a kill may cut one
+    if path.is_dir():
+        about = json.loads((path / "args.json").read_text())
+        if label == "folder":
+            about["exp_name"] = path.resolve().name
+        rows = [row | {name: str(about[name]) for name in KEY} for row in rows]
+    return rows
 
-
-def read_curves(args):
+def read_curves(paths, x="global_step", y="episodic_return", label="exp_name"):
     """{(env_id, exp_name, seed): {column: array}}, only the rows in which every column is finite."""
-    names, curves = dict.fromkeys((*KEPT, args.x, args.y)), {}
-    for path in args.runs:
+    names, curves = dict.fromkeys((*KEPT, x, y)), {}
+    for path in paths:
         runs = defaultdict(list)
         try:
-            for row in read_rows(path, args.label):
+            for row in read_rows(path, label):
                 values = [float(row[name]) for name in names]
                 if np.isfinite(values).all():  # there is no return before the first episode's end
                     runs[tuple(row[name] for name in KEY)].append(values)
         except KeyError as error:
             raise UsageError(f"{path} has no column {error}") from error
         if not runs:
-            raise UsageError(f"{path} has no row with a finite {args.y} yet: leave it out")
+            raise UsageError(f"{path} has no row with a finite {y} yet: leave it out")
         for key, values in runs.items():
             if key in curves:
                 raise UsageError(f"{path} is a second run of {key[0]}, exp_name {key[1]}, seed {key[2]}: "
@@ -91,30 +77,25 @@ def read_curves(args):
             curves[key] = dict(zip(names, np.transpose(values), strict=True))
     return curves
 
+def thinned(curves):
+    """Rows of a table small enough to commit."""
+    for key, columns in curves.items():
+        size = len(columns["global_step"])
+        for i in np.linspace(0, size - 1, min(size, 100)).round().astype(int):
+            yield dict(zip(KEY, key, strict=True)) | {name: f"{x[i]:.10g}" for name, x in columns.items()}
 
-def write_curves(path, curves):
-    """Keep the curves in a table small enough to commit."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        names = next(iter(curves.values())).keys()
-        writer.writerow([*KEY, *names])
-        for key, columns in curves.items():
-            size = len(columns["global_step"])
-            for i in np.linspace(0, size - 1, min(size, 100)).round().astype(int):
-                writer.writerow([*key, *(f"{columns[name][i]:.10g}" for name in names)])
-
-
-def mean_and_deviation(seeds, args):
-    """Grid, mean and standard deviation of the curves of several seeds."""
-    start, end = max(c[args.x][0] for c in seeds), min(c[args.x][-1] for c in seeds)
+def draw_line(axis, seeds, x="global_step", y="episodic_return", **style):
+    """Mean and standard deviation of the curves of several seeds."""
+    start = max(curve[x][0] for curve in seeds)
+    end = min(curve[x][-1] for curve in seeds)
     if start > end:
-        raise UsageError(f"two seeds of one line have no {args.x} in common: leave the shorter run out")
-    grid, window = np.linspace(start, end, POINTS), np.ones(args.smooth)
+        raise UsageError(f"two seeds of one line have no {x} in common: leave the shorter run out")
+    grid, window = np.linspace(start, end, POINTS), np.ones(WINDOW)
     weight = np.convolve(np.ones(POINTS), window, "same")  # near both ends the mean is over fewer points
-    curves = [np.convolve(np.interp(grid, c[args.x], c[args.y]), window, "same") / weight for c in seeds]
-    return grid, np.mean(curves, 0), np.std(curves, 0, ddof=1) if len(seeds) > 1 else np.zeros(POINTS)
-
+    curves = [np.convolve(np.interp(grid, curve[x], curve[y]), window, "same") / weight for curve in seeds]
+    mean, std = np.mean(curves, 0), sample_std(curves)
+    axis.plot(grid, mean, **style)
+    axis.fill_between(grid, mean - std, mean + std, color=style["color"], alpha=0.2, lw=0)
 
 def draw(curves, args):
     """Write the figure."""
@@ -128,32 +109,56 @@ def draw(curves, args):
     for i, (env_id, lines) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(height, width, i)
         for label, seeds in lines.items():
-            grid, mean, deviation = mean_and_deviation(seeds, args)
-            colour = f"C{labels.index(label)}"  # the same in all panels
-            axis.plot(grid, mean, color=colour, label=label)
-            axis.fill_between(grid, mean - deviation, mean + deviation, color=colour, alpha=0.2, lw=0)
+            color = f"C{labels.index(label)}"  # the same in all panels
+            draw_line(axis, seeds, args.x, args.y, color=color, label=label)
         axis.set_title(env_id)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.legend(fontsize="small")
     figure.supxlabel("environment steps" if args.x == "global_step" else args.x)
     figure.supylabel(args.y.replace("_", " "))
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(args.output, dpi=150)
+    save_figure(figure, args.output)
 
+def new_values(curve, y):
+    """The rows where y changes, and the last: evaluations are repeated in metrics.csv until the next one."""
+    changes = np.flatnonzero(np.diff(curve[y])) + 1
+    rows = np.unique([0, *changes, len(curve[y]) - 1])
+    return {name: values[rows] for name, values in curve.items()}
+
+def draw_overview(path):
+    """A panel for each script: three of learning curves, and RL^2's returns within a trial."""
+    figure = Figure(figsize=(14, 3.9), layout="constrained")
+    axes = figure.subplots(1, 4)
+    for axis, (title, (table, y, env_ids)) in zip(axes, OVERVIEW.items(), strict=False):
+        curves = read_curves([RESULTS / table], y=y)
+        for i, env_id in enumerate(env_ids):
+            about = next(key[:2] for key in curves if key[0] == env_id)  # the first exp_name
+            seeds = [new_values(curve, y) for key, curve in curves.items() if key[:2] == about]
+            draw_line(axis, seeds, y=y, color=f"C{i}", label=env_id.split("-")[0])
+        ylabel, xscale = ("greedy return", "log") if y == "greedy_return" else ("training return", "linear")
+        axis.set(title=title, xlabel="environment steps", ylabel=ylabel, xscale=xscale)
+        axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    trials = adaptation.group(read_csv(RESULTS / "rl2.csv"))
+    setting = next(setting for setting in trials if setting[1:3] == (100, 10))
+    found = adaptation.find_references(read_csv(RESULTS / "references.csv"), setting)
+    adaptation.draw_panel(axes[3], setting, trials[setting], found)
+    axes[3].set(title="RL$^2$ on 10-armed bandits", ylabel="mean reward")
+    save_figure(figure, path)
 
 def main():
-    try:
-        args = tyro.cli(Args, description=__doc__)
-        curves = read_curves(args)
-        if args.csv:
-            write_curves(args.csv, curves)
-        if args.output:
-            draw(curves, args)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
+    args = tyro.cli(Args, description=__doc__)
+    if args.overview and args.output:
+        with matplotlib.rc_context(OVERVIEW_STYLE):
+            return draw_overview(args.output)
+    if not args.runs or not (args.output or args.csv):
+        raise UsageError("give at least one run folder, and --output or --csv")
+    curves = read_curves(args.runs, args.x, args.y, args.label)
+    if args.csv:
+        write_csv(args.csv, list(thinned(curves)))
+    if args.output:
+        draw(curves, args)
 
 if __name__ == "__main__":
-    main()
+    run(main)

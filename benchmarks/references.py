@@ -16,8 +16,6 @@ All learners meet the same tasks. What the paper tuned by the result (c, epsilon
 each of a few settings here. Shapes: B trials, K arms, n episodes, H steps an episode, S states, A actions.
 """
 
-import csv
-import sys
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -25,35 +23,29 @@ from typing import Literal
 
 import numpy as np
 import tyro
+from tables import UsageError, read_csv, run, write_csv
 
 NUM_STATES, NUM_ACTIONS, HORIZON = 10, 5, 10
 MEAN_OPTIMUM, MEAN_OPTIMUM_SE = 21.8326, 0.0023  # per episode: `optimal_value` of 10^6 MDPs
 BAYES_MAX_PULLS = 15  # the states of `bayes_optimum` double with each pull
 CHUNK = 500  # trials played at once: more would leave the processor's cache
 
-
-class UsageError(Exception):
-    """What the user gave cannot work: told in one sentence, exit status 2."""
-
-
 def argmax(scores, rng):
     """Index of the greatest entry along the last axis, one of the equals at random.
 
-    Always the first would explore less: over 100 pulls it costs the greedy learner 1 of 76 with 5 arms and 2
-    of 80 with 50, to about the published scores; in 10 episodes of an MDP it costs BUCB-VI 6 of 157."""
+    Always the first would explore less: 1 of 76 lost by the greedy learner over 100 pulls of 5 arms."""
     greatest = scores == scores.max(-1, keepdims=True)
     return (greatest * (1 - rng.random(scores.shape))).argmax(-1)  # never 0: random() is below 1
 
-
 def explore(scores, epsilon, rng):
     """The same scores, but in a share `epsilon` of the rows all equal: the action there is random."""
+    if not epsilon:
+        return scores
     return np.where(rng.random((*scores.shape[:-1], 1)) < epsilon, 0.0, scores)
-
 
 # -------------------------------------------------------------------------------------------------- bandits
 # A learner takes successes and failures (B, K), the pulls that remain, this one included, and a generator; it
 # gives a score for each arm (B, K), and the greatest is pulled. Its prior is the task's: Beta(1, 1).
-
 
 def play_bandit(learner, probabilities, num_pulls, rng):
     """Trials on arms of `probabilities` (B, K): each pull's reward (B, n), and the probability behind it."""
@@ -69,19 +61,12 @@ def play_bandit(learner, probabilities, num_pulls, rng):
         expected[:, pull] = probabilities[pulled]
     return returns, expected
 
-
 def random_arm(successes, failures, remaining, rng):
     return np.zeros_like(successes)
 
-
-def greedy(successes, failures, remaining, rng):
+def greedy(successes, failures, remaining, rng, epsilon=0.0):
     """Mean of the posterior Beta(s + 1, f + 1)."""
-    return (successes + 1) / (successes + failures + 2)
-
-
-def epsilon_greedy(successes, failures, remaining, rng, epsilon=0.1):
-    return explore(greedy(successes, failures, remaining, rng), epsilon, rng)
-
+    return explore((successes + 1) / (successes + failures + 2), epsilon, rng)
 
 def ucb1(successes, failures, remaining, rng, c=0.2):
     """UCB1 as the paper's authors ran it: the posterior mean and c * sqrt(2 ln t / (s + f + 2)).
@@ -91,11 +76,9 @@ def ucb1(successes, failures, remaining, rng, c=0.2):
     t = np.maximum(pulls.sum(-1, keepdims=True), 1)
     return (successes + 1) / (pulls + 2) + c * np.sqrt(2 * np.log(t) / (pulls + 2))
 
-
 def thompson(successes, failures, remaining, rng):
     """One sample of the posterior (Thompson 1933)."""
     return rng.beta(successes + 1, failures + 1)
-
 
 def optimistic_thompson(successes, failures, remaining, rng, samples=5):
     """Of several joint samples of all arms, the one where the posterior is densest (the paper's variant).
@@ -106,13 +89,12 @@ def optimistic_thompson(successes, failures, remaining, rng, samples=5):
     density = (successes * np.log(inside) + failures * np.log1p(-inside)).sum(-1)  # (samples, B), unscaled
     return drawn[density.argmax(0), np.arange(len(successes))]
 
-
 def gittins_table(num_pulls, grid=160):
     """Gittins indices of a finite horizon: table[m][t (t + 1) / 2 + s], s successes in t pulls, m pulls left.
 
     An arm costs a charge per pull and may be given up for good; its index is the charge up to which one more
     pull pays. The values are exact for each charge of the grid, and interpolated where they fall to 0.
-    Time grows with n^3 * grid, memory with n^2 * grid and n^3 (n = 500: half a minute, 0.3 GB)."""
+    With 500 pulls it takes half a minute and 0.3 GB, both growing with their third power."""
     charges = 1 - np.linspace(1, 0, grid) ** 2  # closer together where the good arms' indices are
     values = [np.zeros((t + 1, grid)) for t in range(num_pulls + 1)]  # values[t][s], of m - 1 pulls left
     table = [None]
@@ -120,12 +102,11 @@ def gittins_table(num_pulls, grid=160):
         rows = []
         for t in range(num_pulls - remaining + 1):
             mean = ((np.arange(t + 1) + 1) / (t + 2))[:, None]
-            go_on = mean - charges + mean * values[t + 1][1:] + (1 - mean) * values[t + 1][:-1]
-            rows.append(crossing(go_on, charges))
-            values[t] = np.maximum(go_on, 0, out=go_on)
+            keep = mean - charges + mean * values[t + 1][1:] + (1 - mean) * values[t + 1][:-1]
+            rows.append(crossing(keep, charges))
+            values[t] = np.maximum(keep, 0, out=keep)
         table.append(np.concatenate(rows).astype(np.float32))
     return table
-
 
 def crossing(values, charges):
     """Where rows of falling values, positive at the first charge and not at the last, reach 0."""
@@ -134,14 +115,12 @@ def crossing(values, charges):
     above, below = values[row, last], values[row, last + 1]
     return charges[last] + (charges[last + 1] - charges[last]) * above / (above - below)
 
-
 def gittins(successes, failures, remaining, rng, table):
     """Index of each arm as if it alone were left: optimal with a geometric discount, here at most nearly.
 
     With 10 pulls it is (5 arms or more), with 14 it falls 0.004 short of `bayes_optimum`."""
     pulls = (successes + failures).astype(np.int64)
     return table[remaining][pulls * (pulls + 1) // 2 + successes.astype(np.int64)]
-
 
 def bayes_optimum(num_arms, num_pulls):
     """Mean score of the best learner there is, by dynamic programming over what it can have seen.
@@ -166,13 +145,11 @@ def bayes_optimum(num_arms, num_pulls):
 
     return value((), num_pulls)
 
-
 # ---------------------------------------------------------------------------------------------- tabular MDPs
 # A learner takes what it has seen and a generator; it gives a score for each action (H, B, S, A), and the
-# greatest is taken. It is asked before each episode, as in the published rows, or before each step: stronger.
+# greatest is taken. It is asked before each episode, as in the published rows.
 # Its prior: P(.|s,a) ~ Dirichlet(alpha0, ..., alpha0), mu(s,a) ~ N(mu0, 1 / tau0), rewards of variance 1.
 # True are alpha0 = mu0 = tau0 = 1, but the published rows come from TabulaRL (Osband), whose mu0 is 0.
-
 
 @dataclass
 class MDPs:
@@ -180,7 +157,6 @@ class MDPs:
 
     transitions: np.ndarray
     means: np.ndarray
-
 
 @dataclass
 class Seen:
@@ -191,23 +167,20 @@ class Seen:
     transitions: np.ndarray
     episode: int = 0
 
-
 def sample_mdps(num_tasks, rng):
     gaps = rng.standard_exponential((num_tasks, NUM_STATES, NUM_ACTIONS, NUM_STATES))  # Dirichlet(1, ..., 1)
     return MDPs(gaps / gaps.sum(-1, keepdims=True),
                 rng.normal(1, 1, (num_tasks, NUM_STATES, NUM_ACTIONS)))
 
-
-def play_mdp(learner, mdps, num_episodes, rng, horizon=HORIZON, replan="episode"):
+def play_mdp(learner, mdps, num_episodes, rng, horizon=HORIZON):
     """Trials of `num_episodes`: sums (B, n) of each episode's rewards, and of the mu(s,a) behind them."""
     trial, cumulative = np.arange(len(mdps.means)), mdps.transitions.cumsum(-1)
     seen = Seen(*np.zeros((2, *mdps.means.shape)), np.zeros_like(mdps.transitions))
     returns, expected = np.zeros((2, len(trial), num_episodes))
     for seen.episode in range(num_episodes):
         states = np.zeros_like(trial)
+        actions = argmax(learner(seen, rng, horizon=horizon), rng)  # (H, B, S)
         for step in range(horizon):
-            if step == 0 or replan == "step":
-                actions = argmax(learner(seen, rng, horizon=horizon), rng)  # (H, B, S)
             done = trial, states, actions[step, trial, states]
             rewards = rng.normal(mdps.means[done])
             seen.visits[done] += 1
@@ -219,13 +192,11 @@ def play_mdp(learner, mdps, num_episodes, rng, horizon=HORIZON, replan="episode"
                 seen.transitions[(*done, states)] += 1
     return returns, expected
 
-
 def expectation(transitions, values):
     """Mean of `values` (B, S) after each state and action (B, S, A)."""
     trials, states, actions, _ = transitions.shape
     flat = transitions.reshape(trials, states * actions, states) @ values[:, :, None]
     return flat.reshape(trials, states, actions)
-
 
 def optimistic_expectation(transitions, slack, values):
     """Greatest mean of `values` over the distributions within an L1 distance of `slack` from `transitions`.
@@ -239,7 +210,6 @@ def optimistic_expectation(transitions, slack, values):
     rises = np.diff(ordered)[:, None, None]
     return ordered[:, None, None, -1] - (below * rises).sum(-1)
 
-
 def plan(rewards, expect, horizon):
     """Q (H, B, S, A) by value iteration; `rewards` (B, S, A) or (H, B, S, A), `expect` means of values."""
     rewards = np.broadcast_to(rewards, (horizon, *rewards.shape[-3:]))
@@ -248,48 +218,38 @@ def plan(rewards, expect, horizon):
         q[step] += expect(q[step + 1].max(-1))
     return q
 
-
 def optimal_value(mdps, horizon=HORIZON):
     """V*(first state) in each task (B,): an episode's mean sum of rewards for a player who knows the task."""
     return plan(mdps.means, partial(expectation, mdps.transitions), horizon)[0, :, 0].max(-1)
-
 
 def posterior(seen, mu0, tau0=1.0, alpha0=1.0):
     """Mean and precision of mu(s,a) (B, S, A), and the Dirichlet's parameters (B, S, A, S)."""
     precision = tau0 + seen.visits
     return (mu0 * tau0 + seen.rewards) / precision, precision, alpha0 + seen.transitions
 
-
-def normalised(alpha):
+def normalized(alpha):
     return alpha / alpha.sum(-1, keepdims=True)
-
 
 def random_action(seen, rng, horizon):
     return np.zeros((horizon, *seen.visits.shape))
 
+def greedy_mdp(seen, rng, horizon, mu0=0.0, epsilon=0.0):
+    """Optimum of the mean MDP of a posterior whose prior weighs next to nothing.
 
-def greedy_mdp(seen, rng, horizon, mu0=0.0):
-    """Optimum of the mean MDP of a posterior whose prior weighs next to nothing."""
+    An episode meets a pair of step and state once at most: random actions may be drawn before it."""
     mean, _, alpha = posterior(seen, mu0, 1e-4, 1e-4)
-    return plan(mean, partial(expectation, normalised(alpha)), horizon)
-
-
-def epsilon_greedy_mdp(seen, rng, horizon, mu0=0.0, epsilon=0.1):
-    """An episode meets a pair of step and state once at most: the random actions may be drawn before it."""
-    return explore(greedy_mdp(seen, rng, horizon, mu0), epsilon, rng)
-
+    q = plan(mean, partial(expectation, normalized(alpha)), horizon)
+    return explore(q, epsilon, rng)
 
 def psrl(seen, rng, horizon, mu0=0.0):
     """Optimum of one sample of the posterior (Strens 2000; Osband et al. 2013)."""
     mean, precision, alpha = posterior(seen, mu0)
     rewards = rng.normal(mean, 1 / np.sqrt(precision))
-    return plan(rewards, partial(expectation, normalised(rng.standard_gamma(alpha))), horizon)
-
+    return plan(rewards, partial(expectation, normalized(rng.standard_gamma(alpha))), horizon)
 
 def opsrl(seen, rng, horizon, mu0=0.0, samples=5):
     """Greatest Q over several samples of the posterior."""
     return np.maximum.reduce([psrl(seen, rng, horizon, mu0) for _ in range(samples)])
-
 
 def beb(seen, rng, horizon, mu0=0.0, scaling=1e-3):
     """Mean MDP with bonuses that fall with the counts (Kolter and Ng 2009), as TabulaRL has them.
@@ -299,8 +259,7 @@ def beb(seen, rng, horizon, mu0=0.0, scaling=1e-3):
     left = np.arange(horizon - 1, -1, -1)[:, None, None, None]
     bonus = scaling * 2 * horizon**3 / (1 + alpha.sum(-1)) * left
     rewards = mean + 1 / (precision + 1) + bonus
-    return plan(rewards, partial(expectation, normalised(alpha)), horizon)
-
+    return plan(rewards, partial(expectation, normalized(alpha)), horizon)
 
 def ucrl2(seen, rng, horizon, mu0=0.0, scaling=0.4, delta=0.05):
     """Optimum of the best MDP within confidence bounds (Jaksch et al. 2010), these times `scaling`.
@@ -312,24 +271,20 @@ def ucrl2(seen, rng, horizon, mu0=0.0, scaling=0.4, delta=0.05):
     log = np.log(2 * states * actions * (seen.episode + 1) / delta)
     rewards = mean + scaling * np.sqrt(4 * log / np.maximum(seen.visits, 1))
     slack = scaling * np.sqrt(4 * states * log / np.maximum(seen.transitions.sum(-1), 1))
-    return plan(rewards, partial(optimistic_expectation, normalised(alpha), slack), horizon)
-
+    return plan(rewards, partial(optimistic_expectation, normalized(alpha), slack), horizon)
 
 def bucb_vi(seen, rng, horizon, mu0=1.0, c=1.0):
     """Mean MDP with a bonus of c posterior standard deviations on each reward, none on the transitions."""
     mean, precision, alpha = posterior(seen, mu0)
-    return plan(mean + c / np.sqrt(precision), partial(expectation, normalised(alpha)), horizon)
-
+    return plan(mean + c / np.sqrt(precision), partial(expectation, normalized(alpha)), horizon)
 
 # --------------------------------------------------------------------------------------------------- scores
 
-COLUMNS = ["task", "num_arms", "episodes", "replan", "learner", "setting", "trials", "seed",
-           "score", "score_se", "raw", "raw_se", "episode_returns"]
 LEARNERS = {
     "bandit": {
         "random": [random_arm],
         "greedy": [greedy],
-        "epsilon-greedy": [partial(epsilon_greedy, epsilon=0.1)],
+        "epsilon-greedy": [partial(greedy, epsilon=0.1)],
         "thompson": [thompson],
         "optimistic-thompson": [partial(optimistic_thompson, samples=n) for n in (5, 20)],
         "ucb1": [partial(ucb1, c=c) for c in (0.1, 0.2, 0.3)],
@@ -338,7 +293,7 @@ LEARNERS = {
     "mdp": {
         "random": [random_action],
         "greedy": [partial(greedy_mdp, mu0=mu0) for mu0 in (0.0, 1.0)],
-        "epsilon-greedy": [partial(epsilon_greedy_mdp, epsilon=0.1)],
+        "epsilon-greedy": [partial(greedy_mdp, epsilon=0.1)],
         "psrl": [partial(psrl, mu0=mu0) for mu0 in (0.0, 1.0)],
         "opsrl": [partial(opsrl, samples=n) for n in (5, 20)],
         "ucrl2": [partial(ucrl2, scaling=scaling) for scaling in (0.1, 0.3, 0.4)],
@@ -347,43 +302,23 @@ LEARNERS = {
     },
 }
 
-
 @dataclass
 class Args:
-    task: Literal["bandit", "mdp"] = "bandit"
-    """Bernoulli arms, or MDPs of 10 states, 5 actions and 10 steps an episode"""
-    num_arms: int = 5
-    """arms of a bandit"""
-    episodes: int = 10
-    """episodes of a trial: pulls, or 10 steps each"""
-    trials: int = 10_000
-    """trials for each row; the standard error falls with their square root"""
-    learners: tuple[str, ...] = ()
-    """only these, by the table's names; none: all"""
-    replan: Literal["episode", "step"] = "episode"
-    """when a learner of MDPs uses what it has seen: from the next episode on, as published, or at once"""
-    seed: int = 1
-    """of tasks and play; the same tasks for all learners"""
-    csv: Path | None = None
-    """table to add a row for each learner to"""
+    task: Literal["bandit", "mdp"] = "bandit"  # Bernoulli arms, or MDPs of 10 states and 5 actions
+    num_arms: int = 5  # arms of a bandit
+    episodes: int = 10  # episodes of a trial: pulls, or 10 steps each
+    trials: int = 10_000  # per row; the standard error falls with their square root
+    learners: tuple[str, ...] = ()  # only these, by the table's names; none: all
+    seed: int = 1  # of tasks and play; all learners meet the same tasks
+    csv: Path | None = None  # table to add a row per learner to
 
     def __post_init__(self):
-        for name, least in (("num_arms", 1), ("episodes", 1), ("trials", 2), ("seed", 0)):
-            if getattr(self, name) < least:
-                flag = "--" + name.replace("_", "-")
-                raise UsageError(f"{flag} {getattr(self, name)} is too small: give at least {least}")
-        known = LEARNERS[self.task]
-        for name in self.learners:
-            if name not in known:
-                raise UsageError(f"no learner of this task is called {name!r}; there are {', '.join(known)}")
-        if self.csv and self.csv.is_file():
-            with open(self.csv, newline="") as file:
-                header = next(csv.reader(file), COLUMNS)
-            if header != COLUMNS:
-                raise UsageError(f"--csv {self.csv} is a table of something else: name another file")
-        elif self.csv and self.csv.exists():
-            raise UsageError(f"--csv {self.csv} is no file: name one")
-
+        if min(self.num_arms, self.episodes, self.trials - 1, self.seed + 1) < 1:
+            raise UsageError("give at least 1 arm, 1 episode and 2 trials, and a seed from 0 on")
+        unknown = set(self.learners) - set(LEARNERS[self.task])
+        if unknown:
+            raise UsageError(f"no learner of this task is called {', '.join(sorted(unknown))}; "
+                             f"there are {', '.join(LEARNERS[self.task])}")
 
 def play_chunk(learner, args, trials, tasks_rng, rng):
     """Returns of the episodes, and what of them was expected without the luck of the tasks (2, B, n)."""
@@ -394,13 +329,11 @@ def play_chunk(learner, args, trials, tasks_rng, rng):
     else:
         mdps = sample_mdps(trials, tasks_rng)
         best, mean_best = optimal_value(mdps), MEAN_OPTIMUM
-        returns, expected = play_mdp(learner, mdps, args.episodes, rng, replan=args.replan)
+        returns, expected = play_mdp(learner, mdps, args.episodes, rng)
     return np.stack([returns, expected - (best - mean_best)[:, None]])
-
 
 def mean_and_error(values):
     return values.mean(), values.std(ddof=1) / np.sqrt(len(values))
-
 
 def score(learner, args):
     """Score, raw score, standard error of each, and the score's share of each episode, as a row's columns."""
@@ -415,60 +348,43 @@ def score(learner, args):
     return {"score": mean, "score_se": se, "raw": raw, "raw_se": raw_se,
             "episode_returns": controlled.mean(0).round(4).tolist()}
 
-
 def bounds(args):
-    """What no learner can exceed, by name: columns as of `score`."""
+    """What no learner can exceed, by name: score and standard error."""
+    n = args.episodes
     if args.task == "mdp":
-        return {"task known": {"score": args.episodes * MEAN_OPTIMUM,
-                               "score_se": args.episodes * MEAN_OPTIMUM_SE}}
-    known = {"task known": {"score": args.episodes * args.num_arms / (args.num_arms + 1), "score_se": 0.0}}
-    if args.episodes <= BAYES_MAX_PULLS:
-        known["bayes optimum"] = {"score": bayes_optimum(args.num_arms, args.episodes), "score_se": 0.0}
+        return {"task known": (n * MEAN_OPTIMUM, n * MEAN_OPTIMUM_SE)}
+    known = {"task known": (n * args.num_arms / (args.num_arms + 1), 0.0)}
+    if n <= BAYES_MAX_PULLS:
+        known["bayes optimum"] = bayes_optimum(args.num_arms, n), 0.0
     return known
 
-
 def rows(args):
-    """Rows of the table, one after the other."""
-    about = {"task": args.task, "num_arms": args.num_arms, "episodes": args.episodes, "replan": args.replan,
-             "setting": "", "trials": args.trials, "seed": args.seed}
-    about |= {"num_arms": ""} if args.task == "mdp" else {"replan": ""}
+    """Rows of the table, one after the other. Replan: when a learner uses what it has seen."""
+    num_arms, replan = (args.num_arms, "") if args.task == "bandit" else ("", "episode")
+    about = {"task": args.task, "num_arms": num_arms, "episodes": args.episodes, "replan": replan,
+             "learner": "", "setting": "", "trials": args.trials, "seed": args.seed}
     for name in args.learners or LEARNERS[args.task]:
         for learner in LEARNERS[args.task][name]:
             setting = " ".join(f"{key}={value:g}" for key, value in getattr(learner, "keywords", {}).items())
             if learner is gittins:
                 learner = partial(gittins, table=gittins_table(args.episodes))
             yield about | {"learner": name, "setting": setting} | score(learner, args)
-    for name, columns in bounds(args).items():
-        yield about | {"learner": name, "trials": "", "seed": ""} | columns
-
-
-def show(row):
-    raw = f"{row['raw']:10.3f} ± {row['raw_se']:.3f}" if "raw" in row else ""
-    score = f"{row['score']:10.3f} ± {row['score_se']:<8.3f}"
-    print(f"{row['learner']:20} {row['setting']:14} {score}{raw}".rstrip(), flush=True)
-
-
-def append(path, row):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerow({key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()})
-
+    for name, (bound, se) in bounds(args).items():
+        about |= {"learner": name, "setting": "", "trials": "", "seed": ""}
+        yield about | {"score": bound, "score_se": se}
 
 def main():
-    try:
-        args = tyro.cli(Args, description=__doc__)
-        print(f"{'learner':20} {'setting':14} {'score':>10} {'':10}{'raw':>10}")
-        for row in rows(args):
-            show(row)
-            if args.csv:
-                append(args.csv, row)
-    except (UsageError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-
+    args = tyro.cli(Args, description=__doc__)
+    is_new = args.csv is None or not args.csv.exists()
+    table = [] if is_new else read_csv(args.csv, "task", "learner", "score")
+    print(f"{'learner':20} {'setting':14} {'score':>10} {'':10}{'raw':>10}")
+    for row in rows(args):
+        raw = f"{row['raw']:10.3f} ± {row['raw_se']:.3f}" if "raw" in row else ""
+        score = f"{row['score']:10.3f} ± {row['score_se']:<8.3f}"
+        print(f"{row['learner']:20} {row['setting']:14} {score}{raw}".rstrip(), flush=True)
+        table.append({key: f"{x:.5f}" if isinstance(x, float) else x for key, x in row.items()})
+        if args.csv:  # after each learner: an interrupted call keeps what it has
+            write_csv(args.csv, table)
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -2,9 +2,9 @@
 
     python benchmarks/scores.py runs/* --csv benchmarks/results/scores.csv
     python benchmarks/scores.py benchmarks/results/scores.csv
+    python benchmarks/scores.py benchmarks/results/scores.csv --bootstrap    with an interval of the mean
 """
 
-import csv
 import importlib
 import json
 import os
@@ -14,127 +14,115 @@ import sys
 from collections import defaultdict
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import tyro
+from tables import UsageError, over_seeds, read_csv, run, write_csv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+ALWAYS = ("env_id", "seed", "stop_early")  # flags that a command shows even where they are the preset's
 OWN = ("run_dir", "resume", "evaluate", "preset")  # flags that say where a run is, not what it is
-
-
-class UsageError(ValueError):
-    """What the user gave cannot work: told in one sentence, exit status 2."""
-
 
 @dataclass
 class Args:
-    sources: Annotated[tuple[Path, ...], tyro.conf.Positional]
-    """run folders, or CSV files written by --csv"""
-    csv: Path | None = None
-    """where to write a row per run"""
-
+    sources: tyro.conf.Positional[tuple[Path, ...]]  # run folders, or CSV files written by --csv
+    csv: Path | None = None  # table to write, a row per run
+    bootstrap: bool = False  # add a 95 % interval of the mean, for what its seeds tell
 
 def machine():
-    """Processor and number of cores of this machine, which should be the one of the runs."""
+    """Number of cores and processor of this machine, which should be that of the runs."""
     info = Path("/proc/cpuinfo")
     name = re.search("^model name.*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
     return f"{os.cpu_count()} cores of {name[1] if name else platform.processor()}"
 
-
-def read_run(folder):
-    """One row from a run folder: what was run, with what, and what came out."""
-    args, summary = (json.loads((folder / name).read_text()) for name in ("args.json", "summary.json"))
-    script = args.get("script", "ppo_continuous")  # the oldest runs do not name theirs
-    module = importlib.import_module(script)
+def command_of(args):
+    """The command of a run, rebuilt from the flags that are not those of its preset."""
+    module = importlib.import_module(args["script"])
     automatic = args["env_id"] if args["env_id"] in module.PRESETS else "none"
     if args.get("task_sampler"):
         automatic = "simulator"
-    preset = args.get("preset") or "none"
-    command = [f"python {script}.py"] + ([f"--preset {preset}"] if preset != automatic else [])
+    preset = args["preset"] or "none"
+    words = [f"python {args['script']}.py"]
+    if preset != automatic:
+        words.append(f"--preset {preset}")
     for field in fields(module.Args):
-        if field.name not in args:
-            continue  # younger than the run
-        value, flag = args[field.name], "--" + field.name.replace("_", "-")
+        value = args.get(field.name)
         default = module.PRESETS.get(preset, {}).get(field.name, field.default)
-        default = list(default) if isinstance(default, tuple) else default
-        if field.name in ("env_id", "seed") or (field.name not in OWN and value != default):
-            words = " ".join(map(str, value)) if isinstance(value, list) else value
-            negated = "--no-" + flag[2:]
-            command.append((flag if value else negated) if isinstance(value, bool) else f"{flag} {words}")
-    versions = {name: args[name] for name in ("torch", "numpy", "gymnasium")}
-    about = {"command": " ".join(command), **versions, "python": platform.python_version(),
-             "machine": machine(), "git_commit": args["git_commit"]}
-    with open(folder / "metrics.csv", newline="") as file:
-        *_, last = csv.DictReader(file)
-    if "greedy_return" in last:  # Muesli's evaluations while training have more episodes than the final one
-        summary["greedy_return"] = float(last["greedy_return"])
-    return {"env_id": args["env_id"], "exp_name": args["exp_name"], **summary, **about}
+        default = list(default) if isinstance(default, tuple) else default  # as JSON has it
+        shown = field.name in ALWAYS or (field.name not in OWN and value != default)
+        if field.name not in args or not shown:
+            continue
+        name = field.name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, list):
+            words.append(f"--{name} {' '.join(map(str, value))}")
+        else:
+            words.append(f"--{name} {value}")
+    return " ".join(words)
 
+def read_run(folder):
+    """One row from a run folder: what was run, with what, and what came out."""
+    args = json.loads((folder / "args.json").read_text())
+    row = {"env_id": args["env_id"], "exp_name": args["exp_name"]}
+    row |= json.loads((folder / "summary.json").read_text())
+    last = read_csv(folder / "metrics.csv")[-1]
+    if "greedy_return" in last:  # Muesli's last evaluation while training
+        row["greedy_return"] = float(last["greedy_return"])
+    row["command"] = command_of(args)
+    row |= {name: args[name] for name in ("torch", "numpy", "gymnasium")}
+    return row | {"python": platform.python_version(), "machine": machine(), "git_commit": args["git_commit"]}
 
 def read_rows(source):
-    """Rows of a file that --csv has written, or one of a run folder, none of an unfinished run's."""
-    if source.suffix != ".csv":
-        return [read_run(source)] if (source / "summary.json").exists() else []
-    try:
-        with open(source, newline="") as file:
-            rows = list(csv.DictReader(file))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if any(not row.get("command") for row in rows):
-        raise UsageError(f"{source} has a row without command: it is cut, or a table of something else")
-    return rows
+    """Rows of a table that --csv has written, or one of a run folder, none of an unfinished run's."""
+    if source.suffix == ".csv":
+        return read_csv(source, "command")
+    return [read_run(source)] if (source / "summary.json").exists() else []
 
+def interval(values):
+    """95 % interval of the mean over seeds: percentiles of the means of 10,000 bootstrap samples."""
+    means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
+    return np.percentile(means, [2.5, 97.5])
 
-def over_seeds(values):
-    """Mean ± sample std; nothing is known of it from a single seed."""
-    return f"{np.mean(values):.0f}" + (f" ± {np.std(values, ddof=1):.0f}" if len(values) > 1 else "")
-
-
-def print_table(rows):
+def print_table(rows, bootstrap):
     """Mean and std over seeds of the deterministic evaluation's means, and of the sampled one's.
 
-    Muesli's deterministic one is its last while training, of more episodes. Runs that stop once they are
-    solved end after different numbers of steps: the median and greatest number that solved it.
-    RL^2's are left to adaptation.py, whose settings are more than a name."""
+    Muesli's deterministic one is its last while training. Runs that stop once they are solved end after
+    different numbers of steps: the median and greatest number that solved it. RL^2's runs are left to
+    adaptation.py, whose settings are more than a name."""
     groups = defaultdict(list)
     for row in rows:
         if not row.get("trial_return_mean"):
             early = row.get("greedy_return") and "--no-stop-early" not in row["command"]
             steps = "" if early else f"{float(row['global_step']) / 1e3:.0f} k"
             groups[row["env_id"], row["exp_name"], steps].append(row)
-    print("| environment | setting | steps | seeds | deterministic | sampled | each seed |")
-    print("|---|---|---|---|---|---|---|")
+    print("| environment | setting | steps | seeds | deterministic | sampled | each seed |"
+          + " 95 % of the mean |" * bootstrap)
+    print("|---|---|---|---|---|---|---|" + "---|" * bootstrap)
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
         evals = [float(run.get("greedy_return") or run["eval_mean"]) for run in runs]
         sampled = [float(run["eval_sampled_mean"]) for run in runs]
-        each = ", ".join(f"{value:.0f}" for value in evals)
+        digits = 1 if max(map(abs, evals)) < 50 else 0
         if not steps:
             solved = [float(run["solved_at"] or "inf") for run in runs]
             steps = f"solved at {np.median(solved):.0f} (median), {max(solved):.0f} (last)"
-        print(f"| {env_id} | {exp_name} | {steps} | {len(runs)} "
-              f"| {over_seeds(evals)} | {over_seeds(sampled)} | {each} |")
-
+        cells = [env_id, exp_name, steps, str(len(runs)), over_seeds(evals, digits),
+                 over_seeds(sampled, digits), ", ".join(f"{value:.{digits}f}" for value in evals)]
+        if bootstrap:
+            ends = " to ".join(f"{end:.{digits}f}" for end in interval(evals))
+            cells.append(ends if len(evals) > 1 else "-")
+        print(f"| {' | '.join(cells)} |")
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    try:
-        rows = [row for source in args.sources for row in read_rows(source)]
-        if not rows:
-            raise UsageError(f"no finished run in {', '.join(map(str, args.sources))}")
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    rows = [row for source in args.sources for row in read_rows(source)]
+    if not rows:
+        raise UsageError(f"no finished run in {', '.join(map(str, args.sources))}")
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row))
-            writer.writeheader()
-            writer.writerows(rows)
-    print_table(rows)
-
+        write_csv(args.csv, rows)
+    print_table(rows, args.bootstrap)
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -1,247 +1,208 @@
-"""Training speed next to Stable-Baselines3's PPO, same hyper-parameters, and next to the bare environment.
+"""Training speed in steps per second, beside Stable-Baselines3 or another version of the script.
 
-    python benchmarks/speed.py --csv benchmarks/results/speed.csv
+    python benchmarks/speed.py --csv benchmarks/results/speed.csv               all settings
+    python benchmarks/speed.py --settings HalfCheetah Humanoid --beside torchrun sb3 raw
+    python benchmarks/speed.py --settings Breakout --against-flags="--precision fp32"
+    python benchmarks/speed.py --settings Bandit CartPole --against HEAD~1      or the path of a script
 
-Each round measures, one after the other on an otherwise idle machine, in steps per second:
-    ours        python ppo_continuous.py
-    torchrun    the same batch of steps, divided over --processes processes
-    sb3         Stable-Baselines3 (pip install stable-baselines3)
-    raw         gymnasium.make(env_id) with random actions: one environment, no learning
-A training's rate is the median over its iterations, rollout and learning, without the first: no compilation.
+Each round measures, one after the other on an otherwise idle machine:
+    script      python SCRIPT.py with the setting's flags
+    against     the same of another file or git commit, or with other flags
+    torchrun    PPO: the same batch of steps, divided over two processes of one thread
+    sb3         PPO: Stable-Baselines3 with the same hyperparameters, if it is installed
+    raw         PPO: environments with random actions, no learning
+A training's rate is the median over the rows of its metrics.csv after the first, which has the compilation;
+a ratio is the script's rate over the other's in the same round.
 """
 
-import csv
-import json
+import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import tyro
+from tables import UsageError, read_csv, run, write_csv
 
-SCRIPT = Path(__file__).resolve().parent.parent / "ppo_continuous.py"
-NUM_ENVS, NUM_STEPS, MINIBATCHES = 8, 256, 32
-BATCH = NUM_ENVS * NUM_STEPS
-OURS = f"""
-    --preset none --num-steps {NUM_STEPS} --num-minibatches {MINIBATCHES}
-    --update-epochs 10 --learning-rate 3e-4
-    --no-anneal-lr --gamma 0.99 --gae-lambda 0.95 --clip-coef 0.2 --no-clip-vloss --ent-coef 0 --vf-coef 0.5
-    --max-grad-norm 0.5 --target-kl None --no-recompute-adv --no-norm-value --norm-obs --norm-reward
-    --hidden 64 64 --activation tanh --learn-std --log-std-init 0 --device cpu
-    --eval-episodes 1 --checkpoint-every 1000000
-""".split()  # no checkpoints: in a run this short there would be one in every iteration, and SB3 writes none
-RATES = ("ours", "torchrun", "sb3", "raw")
-RATIOS = (("ours", "sb3"), ("torchrun", "sb3"), ("ours", "raw"))
-
-
-class UsageError(ValueError):
-    """What the user gave cannot work: told in one sentence, exit status 2."""
-
+ROOT = Path(__file__).resolve().parent.parent
+BRIEF = "--checkpoint-every 1000000"  # one in each iteration of a run this short would count
+MUJOCO = f"""ppo_continuous.py {BRIEF} --eval-episodes 1 --preset none --device cpu --total-timesteps 16384
+    --num-envs 8 --num-steps 256 --num-minibatches 32 --update-epochs 10 --learning-rate 3e-4 --no-anneal-lr
+    --no-clip-vloss --target-kl None --no-recompute-adv --no-norm-value --norm-reward --learn-std
+    --log-std-init 0 --hidden 64 64 --env-id"""
+SETTINGS = {
+    "HalfCheetah": f"{MUJOCO} HalfCheetah-v5",
+    "Humanoid": f"{MUJOCO} Humanoid-v5",
+    "Breakout": f"""ppo_atari.py {BRIEF} --eval-episodes 1 --max-frames 2000 --device cpu --num-envs 8
+        --total-timesteps 8192 --env-id BreakoutNoFrameskip-v4""",
+    "CartPole": f"""muesli_cartpole.py {BRIEF} --eval-episodes 1 --eval-frequency 0 --total-timesteps 10000
+        --env-id CartPole-v1""",
+    "Bandit": f"rl2_meta.py {BRIEF} --test-trials 1 --total-timesteps 81920 --env-id Bandit",
+    "TabularMDP": f"rl2_meta.py {BRIEF} --test-trials 1 --total-timesteps 204800 --env-id TabularMDP",
+    "HalfCheetahDir": f"rl2_meta.py {BRIEF} --test-trials 1 --total-timesteps 25600 --env-id HalfCheetahDir",
+}
 
 @dataclass
 class Args:
-    env_ids: tuple[str, ...] = ("HalfCheetah-v5", "Humanoid-v5")
-    """environments to measure with"""
-    rounds: int = 3
-    """times everything is measured; the last lines are medians over them"""
-    total_timesteps: int = 40_960
-    """steps of each training, at least three iterations of 2048"""
-    processes: int = 2
-    """processes of torchrun, a divisor of 8"""
-    sb3_threads: int = 1
-    """threads of PyTorch for SB3; 0: PyTorch's own choice"""
-    csv: Path | None = None
-    """table to write, a row for each round and environment"""
-    worker: Literal["none", "sb3", "raw"] = "none"
-    """measure only this, in this process, with the first environment: what each round starts"""
+    settings: tuple[Literal[tuple(SETTINGS)], ...] = tuple(SETTINGS)  # script and flags are in SETTINGS
+    flags: str = ""  # more flags of the script, for all settings: "--device cuda"
+    against: str | None = None  # file or git commit to compare with
+    against_flags: str | None = None  # its flags in place of `flags`
+    beside: tuple[Literal["torchrun", "sb3", "raw"], ...] = ("sb3", "raw")  # what else, for PPO
+    rounds: int = 3  # times everything is measured
+    csv: Path | None = None  # table to write, a row per measurement
 
-    def __post_init__(self):
-        if self.total_timesteps < 3 * BATCH:
-            raise UsageError(f"--total-timesteps {self.total_timesteps} is below 3 iterations, {3 * BATCH}")
-        if self.rounds < 1 or not self.env_ids:
-            raise UsageError("give at least one round and one environment")
-        if self.processes < 1 or NUM_ENVS % self.processes:
-            raise UsageError(f"--processes {self.processes} does not divide the {NUM_ENVS} environments")
-        try:
-            version("stable-baselines3")
-        except PackageNotFoundError as error:
-            raise UsageError("Stable-Baselines3 is missing: pip install stable-baselines3") from error
-
+def value_of(flag, words):
+    """The last value given to a flag."""
+    return dict(pairwise(words))[flag]
 
 # --------------------------------------------------------------------------------------------------- workers
-# They import what they measure themselves: the peak memory of a child counts from its parent's size.
+# Called in processes of their own. They import what they measure: a child's peak memory counts its parent's.
 
-
-def measure_iterations(model, total_timesteps, batch):
-    """Steps per second of an SB3 model's training: the median over its iterations after the first."""
-    from stable_baselines3.common.callbacks import BaseCallback
-
-    class Clock(BaseCallback):
-        """Time of every rollout's start, so that a difference is a whole iteration."""
-
-        def __init__(self):
-            super().__init__()
-            self.times = []
-
-        def _on_rollout_start(self):
-            self.times.append(time.perf_counter())
-
-        def _on_training_end(self):
-            self._on_rollout_start()
-
-        def _on_step(self):
-            return True
-
-    clock = Clock()
-    model.learn(total_timesteps // batch * batch, callback=clock)
-    return batch / statistics.median(end - start for start, end in pairwise(clock.times[1:]))
-
-
-def measure_sb3(env_id, args):
+def sb3(words):
+    """Steps per second of Stable-Baselines3: the median over its iterations after the first."""
     import torch
     from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import VecNormalize
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack, VecNormalize
 
-    if args.sb3_threads:
-        torch.set_num_threads(args.sb3_threads)
-    envs = make_vec_env(env_id, n_envs=NUM_ENVS, seed=1)  # a DummyVecEnv
-    envs = VecNormalize(envs, norm_obs=True, norm_reward=True, clip_obs=10, clip_reward=10)
-    net = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}
-    model = PPO("MlpPolicy", envs, learning_rate=3e-4, n_steps=NUM_STEPS, batch_size=BATCH // MINIBATCHES,
-                n_epochs=10, gamma=0.99, gae_lambda=0.95, clip_range=0.2, clip_range_vf=None, ent_coef=0,
-                vf_coef=0.5, max_grad_norm=0.5, target_kl=None, policy_kwargs=net, device="cpu", seed=1)
-    return measure_iterations(model, args.total_timesteps, BATCH)
+    env_id, total = value_of("--env-id", words), int(value_of("--total-timesteps", words))
+    flags = {"gamma": 0.99, "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "seed": 1,
+             "device": value_of("--device", words)}
+    if words[0] == "ppo_atari.py":
+        import ale_py  # noqa: F401
+        torch.set_num_threads(os.cpu_count())
+        envs = VecFrameStack(make_atari_env(env_id, n_envs=8, seed=1), 4)
+        model = PPO("CnnPolicy", envs, learning_rate=2.5e-4, n_steps=128, batch_size=256, n_epochs=4,
+                    clip_range=0.1, clip_range_vf=0.1, ent_coef=0.01, **flags)
+    else:
+        torch.set_num_threads(1)
+        envs = VecNormalize(make_vec_env(env_id, n_envs=8, seed=1))
+        net = {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "activation_fn": torch.nn.Tanh}
+        model = PPO("MlpPolicy", envs, learning_rate=3e-4, n_steps=256, batch_size=64, n_epochs=10,
+                    clip_range=0.2, ent_coef=0, policy_kwargs=net, **flags)
+    collect, times, batch = model.collect_rollouts, [], 8 * model.n_steps
 
+    def timed(*args, **kwargs):
+        times.append(time.perf_counter())
+        return collect(*args, **kwargs)
 
-def measure_raw(env_id, seconds=3.0):
+    model.collect_rollouts = timed  # called at the start of each iteration
+    model.learn(total // batch * batch)
+    times.append(time.perf_counter())
+    return batch / statistics.median(end - start for start, end in pairwise(times[1:]))
+
+def raw(words, seconds=3.0):
+    """Steps per second of random actions: in one environment, or in eight games at a time."""
     import gymnasium
 
-    env = gymnasium.make(env_id)
-    env.reset(seed=1)
-    env.action_space.seed(1)
+    env_id = value_of("--env-id", words)
+    if words[0] == "ppo_atari.py":
+        sys.path.append(str(ROOT))
+        import ppo_atari
+        env = ppo_atari.make_envs(ppo_atari.Args(env_id=env_id), num_envs=8)
+    else:
+        env = gymnasium.wrappers.Autoreset(gymnasium.make(env_id))
+    env.reset()
     actions = [env.action_space.sample() for _ in range(1000)]  # drawn before: only stepping is timed
     steps, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
-        for action in actions:
-            _, _, terminated, truncated, _ = env.step(action)
-            if terminated or truncated:
-                env.reset()
-        steps += len(actions)
-    return steps / (time.perf_counter() - start)
-
+        env.step(actions[steps % 1000])
+        steps += 1
+    return steps * getattr(env, "num_envs", 1) / (time.perf_counter() - start)
 
 # ------------------------------------------------------------------------------------------------ one round
 
-
-def run(command, folder, **environment):
-    """Run to the end in `folder`; standard output and the peak memory of its largest process in MiB."""
-    out, err = folder / "stdout", folder / "stderr"
-    with open(out, "w") as stdout, open(err, "w") as stderr:
-        process = subprocess.Popen([sys.executable, *map(str, command)], stdout=stdout, stderr=stderr,
-                                   cwd=folder, env=os.environ | environment)
+def run_python(words, folder):
+    """Run to the end. Returns its standard output, and the peak memory of its largest process in MiB."""
+    with open(folder / "out", "w") as out, open(folder / "err", "w") as err:
+        process = subprocess.Popen([sys.executable, *words], stdout=out, stderr=err, cwd=folder)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        sys.exit(f"{err.read_text()}\nerror: {' '.join(map(str, command))} ended with {process.returncode}")
-    return out.read_text(), usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+        raise UsageError(f"{' '.join(words)} failed:\n{(folder / 'err').read_text()}")
+    return (folder / "out").read_text(), usage.ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
+def find_script(source, name, folder):
+    """The file of that path, or the script as it was in that git commit."""
+    if Path(source).is_file():
+        return Path(source).resolve()
+    old = subprocess.run(["git", "-C", str(ROOT), "show", f"{source}:{name}"], capture_output=True)
+    if old.returncode:
+        raise UsageError(f"--against {source} is no file, and no git commit that has {name}")
+    (folder / name).write_bytes(old.stdout)
+    return folder / name
 
-def run_ours(env_id, args, processes=1):
-    """Rate, seconds from the start to the first iteration's end, its metrics.csv seconds, and peak memory."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    with tempfile.TemporaryDirectory() as folder:
-        run_dir, start = Path(folder) / "run", time.time()
-        command = [*launcher * (processes > 1), SCRIPT, "--env-id", env_id, "--run-dir", run_dir,
-                   "--total-timesteps", args.total_timesteps, "--num-envs", NUM_ENVS // processes, *OURS]
-        _, peak = run(command, Path(folder), OMP_NUM_THREADS="1")
-        with open(run_dir / "metrics.csv", newline="") as file:
-            rows = list(csv.DictReader(file))
-        written = (run_dir / "metrics.csv").stat().st_mtime  # the moment of the last row
-    rate = statistics.median(float(row["SPS"]) for row in rows[1:])  # the first compiles
-    first, last = (float(rows[i]["seconds"]) for i in (0, -1))
-    return rate, written - (last - first) - start, first, peak
+def measure(name, setting, args, folder):
+    """Rate, seconds from the start to the first row of metrics.csv, and peak memory."""
+    words = shlex.split(SETTINGS[setting] + " " + args.flags)
+    script, flags, launcher = ROOT / words[0], words[1:], []
+    if name in ("sb3", "raw"):
+        code = f"import sys; sys.path = {sys.path}; import speed; print(speed.{name}({words}))"
+        out, peak = run_python(["-c", code], folder)
+        return float(out.splitlines()[-1]), math.nan, peak
+    if name == "against":
+        script = find_script(args.against, words[0], folder) if args.against else script
+        if args.against_flags is not None:
+            flags = shlex.split(SETTINGS[setting] + " " + args.against_flags)[1:]
+    if name == "torchrun":
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        flags += ["--num-envs", "4", "--torch-threads", "1"]
+        flags += ["--env-threads", "1"] * (words[0] == "ppo_atari.py")
+    start, path = time.time(), folder / "run" / "metrics.csv"
+    _, peak = run_python([*launcher, str(script), *flags, "--run-dir", "run"], folder)
+    rows = read_csv(path)
+    after_first = float(rows[-1]["seconds"]) - float(rows[0]["seconds"])
+    startup = path.stat().st_mtime - after_first - start
+    return statistics.median(float(row["SPS"]) for row in rows[1:]), startup, peak
 
-
-def run_worker(name, env_id, args):
-    """Rate and peak memory of a measurement of this file in a fresh process."""
-    with tempfile.TemporaryDirectory() as folder:
-        out, peak = run([Path(__file__).resolve(), "--worker", name, "--env-ids", env_id, "--total-timesteps",
-                         args.total_timesteps, "--sb3-threads", args.sb3_threads], Path(folder))
-    return json.loads(out.splitlines()[-1]), peak
-
-
-def run_round(env_id, number, args):
-    """Row of the table: all rates, one after the other."""
-    ours, startup, first, peak = run_ours(env_id, args)
-    sb3, sb3_peak = run_worker("sb3", env_id, args)
-    raw, _ = run_worker("raw", env_id, args)
-    torchrun, *_ = run_ours(env_id, args, args.processes)
-    return {"env_id": env_id, "round": number, "ours_sps": round(ours),
-            "torchrun_sps": round(torchrun), "sb3_sps": round(sb3), "raw_sps": round(raw),
-            "ours_startup_s": round(startup, 1), "ours_first_iteration_s": round(first, 1),
-            "ours_peak_mib": round(peak), "sb3_peak_mib": round(sb3_peak),
-            "total_timesteps": args.total_timesteps, "processes": args.processes,
-            "sb3_threads": args.sb3_threads, "torch": version("torch"), "sb3": version("stable-baselines3"),
-            "gymnasium": version("gymnasium"), "cores": os.cpu_count()}
-
-
-def ratios(row):
-    return {f"{a}/{b}": row[f"{a}_sps"] / row[f"{b}_sps"] for a, b in RATIOS}
-
-
-def show(row):
-    print(f"{row['env_id']}, round {row['round']}")
-    print("  steps/s   " + "   ".join(f"{name} {row[name + '_sps']}" for name in RATES))
-    print("  ratios    " + "   ".join(f"{name} {value:.2f}" for name, value in ratios(row).items()))
-    print(f"  ours      {row['ours_startup_s']} s from the start to the first iteration's end, of them "
-          f"{row['ours_first_iteration_s']} s in metrics.csv\n"
-          f"  memory    ours {row['ours_peak_mib']} MiB   sb3 {row['sb3_peak_mib']} MiB", flush=True)
-
-
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def measure(args):
-    """All rounds; the table is written after each row, so that an interrupted measurement is not lost."""
+def measure_round(number, setting, args):
+    """Rows of the table: all that is measured for a setting, one after the other."""
+    names = ["script"]
+    if args.against or args.against_flags is not None:
+        names.append("against")
+    if SETTINGS[setting].startswith("ppo"):
+        names += [name for name in args.beside if name != "sb3" or find_spec("stable_baselines3")]
     rows = []
-    for number in range(1, args.rounds + 1):
-        for env_id in args.env_ids:
-            rows.append(run_round(env_id, number, args))
-            show(rows[-1])
-            if args.csv:
-                write(args.csv, rows)
-    for env_id in args.env_ids:
-        mine = [ratios(row) for row in rows if row["env_id"] == env_id]
-        medians = {name: statistics.median(row[name] for row in mine) for name in mine[0]}
-        print(f"{env_id}, median of {args.rounds} round(s)")
-        print("  ratios    " + "   ".join(f"{name} {value:.2f}" for name, value in medians.items()))
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            rate, startup, peak = measure(name, setting, args, Path(folder))
+        ratio = rows[0]["sps"] / rate if rows else 1.0
+        rows.append({"setting": setting, "round": number, "measured": name, "sps": round(rate),
+                     "ratio": round(ratio, 3), "startup_s": round(startup, 1), "peak_mib": round(peak),
+                     "command": " ".join(shlex.split(SETTINGS[setting] + " " + args.flags)),
+                     "against": args.against, "against_flags": args.against_flags,
+                     "sb3": version("stable-baselines3") if name == "sb3" else "",
+                     "torch": version("torch"), "cores": os.cpu_count()})
+        print(f"{setting}, round {number}, {name}: {rate:.0f} steps/s, ratio {ratio:.2f}", flush=True)
+    return rows
 
+def print_medians(rows):
+    print("| setting | measured | steps/s | ratio | start-up, s | memory, MiB |")
+    print("|---|---|---|---|---|---|")
+    for setting, name in dict.fromkeys((row["setting"], row["measured"]) for row in rows):
+        same = [row for row in rows if (row["setting"], row["measured"]) == (setting, name)]
+        columns = ("sps", "ratio", "startup_s", "peak_mib")
+        sps, ratio, startup, peak = (statistics.median(row[column] for row in same) for column in columns)
+        print(f"| {setting} | {name} | {sps:.0f} | {ratio:.2f} | {startup:.1f} | {peak:.0f} |")
 
 def main():
-    try:
-        args = tyro.cli(Args, description=__doc__)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    if args.worker == "none":
-        measure(args)
-    else:
-        env_id = args.env_ids[0]
-        print(json.dumps(measure_sb3(env_id, args) if args.worker == "sb3" else measure_raw(env_id)))
-
+    args, rows = tyro.cli(Args, description=__doc__), []
+    for number in range(1, args.rounds + 1):
+        for setting in args.settings:
+            rows += measure_round(number, setting, args)
+            if args.csv:  # after each setting: an interrupted measurement is not lost
+                write_csv(args.csv, rows)
+    print_medians(rows)
 
 if __name__ == "__main__":
-    main()
+    run(main)

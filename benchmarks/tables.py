@@ -1,0 +1,54 @@
+"""What the benchmarks share: CSV files, errors of one sentence, means over seeds, figures."""
+
+import csv
+import sys
+
+import numpy as np
+
+
+class UsageError(Exception):
+    """Invalid usage: printed as one line, exit status 2."""
+
+def run(main):
+    """Call a script's main function."""
+    try:
+        main()
+    except (UsageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+def read_csv(path, *needed):
+    """Rows of a table, each of which has a value in the columns `needed`."""
+    try:
+        with open(path, newline="") as file:
+            rows = list(csv.DictReader(file))
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not rows:
+        raise UsageError(f"{path} has no rows")
+    for name in needed:
+        if not all(row.get(name) for row in rows):
+            raise UsageError(f"{path} has a row without {name}: it is cut, or a table of something else")
+    return rows
+
+def write_csv(path, rows):
+    """Write rows, which may differ in their columns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        columns = dict.fromkeys(name for row in rows for name in row)
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+def sample_std(values):
+    """Over seeds, the first axis; a single seed tells nothing about it: 0."""
+    return np.std(values, axis=0, ddof=1) if len(values) > 1 else np.zeros_like(values[0])
+
+def over_seeds(values, digits=0):
+    """Mean and sample standard deviation as a table shows them."""
+    std = f" ± {sample_std(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.{digits}f}{std}"
+
+def save_figure(figure, path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

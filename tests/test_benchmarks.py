@@ -1,0 +1,431 @@
+"""The benchmarks: reference learners against brute force and exact values; tables, figures and speed.
+
+A simulation is compared with an exact value within 4 of its standard errors, with a published score of 1000
+trials (Duan et al. 2016) within 4 of both together."""
+
+import json
+import sys
+from functools import cache, partial
+
+import ablations
+import adaptation
+import numpy as np
+import plot
+import pytest
+import references as ref
+import scores
+import speed
+import tables
+from matplotlib.image import imread
+
+import muesli_cartpole as muesli
+import rl2_meta as rl2
+
+
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Function that calls a benchmark's main, which must exit with that status. Returns what it printed."""
+
+    def call_main(module, *words, status=0):
+        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
+        code = 0
+        try:
+            tables.run(module.main)
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert code == status, err
+        return err if status else out
+
+    return call_main
+
+
+def score(task, learner, **flags):
+    """Score and standard error."""
+    columns = ref.score(learner, ref.Args(task=task, **flags))
+    return columns["score"], columns["score_se"]
+
+
+def assert_near(measured, expected, expected_se=0.0):
+    mean, se = measured
+    assert abs(mean - expected) < 4 * np.hypot(se, expected_se), f"{mean:.3f} +- {se:.3f}, not {expected}"
+
+
+# ------------------------------------------------------------------------------------- references, both tasks
+
+
+def test_equals_are_chosen_at_random_and_exploring_takes_any_action():
+    rng = np.random.default_rng(0)
+    values = ref.explore(np.tile([0.0, 2.0, 2.0], (30_000, 1)), 0.3, rng)
+    share = np.bincount(ref.argmax(values, rng)) / 30_000
+    np.testing.assert_allclose(share, [0.1, 0.45, 0.45], atol=0.01)
+
+
+@pytest.mark.parametrize("task, learner, expected", [("bandit", ref.random_arm, 0.5),
+                                                     ("mdp", ref.random_action, 10)])
+def test_score_estimates_what_raw_does_with_less_noise(task, learner, expected):
+    columns = ref.score(learner, ref.Args(task=task, episodes=3, trials=2000))
+    assert_near((columns["score"], columns["score_se"]), 3 * expected)
+    assert_near((columns["raw"], columns["raw_se"]), 3 * expected)
+    assert columns["score_se"] < columns["raw_se"]
+    np.testing.assert_allclose(columns["episode_returns"], expected, rtol=0.1)
+    assert sum(columns["episode_returns"]) == pytest.approx(columns["score"], abs=1e-3)
+
+
+def test_score_of_who_knows_the_best_arm_has_no_noise():
+    args = ref.Args(num_arms=4, episodes=7, trials=1200)
+    tasks = [np.random.default_rng((args.seed, start, 0)).random((trials, 4))
+             for start, trials in ((0, 500), (500, 500), (1000, 200))]
+    arms = iter([p for p in tasks for _ in range(7)])
+    columns = ref.score(lambda *_: next(arms), args)
+    assert columns["score"] == pytest.approx(7 * 4 / 5)
+    assert columns["score_se"] < 1e-12
+    assert columns["episode_returns"] == [0.8] * 7
+
+
+# ---------------------------------------------------------------------------------------- references, bandits
+
+
+def exact_score(learner, num_arms, num_pulls, epsilon=0.0):
+    """Of a learner without randomness but that of equals, and of exploring with `epsilon`."""
+
+    @cache
+    def value(arms, remaining):
+        if not remaining:
+            return 0.0
+        counts = np.array(arms, float)
+        values = learner(counts[None, :, 0], counts[None, :, 1], remaining, None)[0]
+        best = values == values.max()
+        chances = (1 - epsilon) * best / best.sum() + epsilon / num_arms
+        return sum(chance * pull(arms, i, remaining) for i, chance in enumerate(chances) if chance)
+
+    def pull(arms, i, remaining):
+        (s, f), others = arms[i], arms[:i] + arms[i + 1 :]
+        mean = (s + 1) / (s + f + 2)
+        won, lost = (tuple(sorted([*others, seen])) for seen in ((s + 1, f), (s, f + 1)))
+        return mean * (1 + value(won, remaining - 1)) + (1 - mean) * value(lost, remaining - 1)
+
+    return value(((0, 0),) * num_arms, num_pulls)
+
+
+def test_gittins_is_the_bayes_optimum_over_10_pulls_and_nearly_so_over_14():
+    """Two independent computations: indices of single arms, and all that can have been seen."""
+    table = ref.gittins_table(14)
+    np.testing.assert_allclose(table[1][:3], [1 / 2, 1 / 3, 2 / 3], atol=1e-4)
+    assert table[2][0] == pytest.approx(5 / 9, abs=1e-4)  # 1/2 - x + 1/2 (2/3 - x) = 0
+    assert ref.bayes_optimum(2, 2) == pytest.approx(1 / 2 + 1 / 2 * 2 / 3 + 1 / 2 * 1 / 2)
+    for num_arms, num_pulls, gap in ((5, 10, 1e-9), (2, 14, 0.01)):
+        optimum = ref.bayes_optimum(num_arms, num_pulls)
+        exact = exact_score(partial(ref.gittins, table=table), num_arms, num_pulls)
+        assert optimum - gap < exact <= optimum + 1e-9
+        assert exact > exact_score(ref.ucb1, num_arms, num_pulls) > 0.99 * exact
+
+
+def test_play_gives_the_exact_mean_score():
+    gittins = partial(ref.gittins, table=ref.gittins_table(8))
+    for learner in (ref.random_arm, ref.greedy, ref.ucb1, gittins):
+        exact = exact_score(learner, 3, 8)
+        assert_near(score("bandit", learner, num_arms=3, episodes=8, trials=20_000), exact)
+        assert exact <= ref.bayes_optimum(3, 8) + 1e-9
+    epsilon_greedy = partial(ref.greedy, epsilon=0.3)
+    exact = exact_score(ref.greedy, 3, 8, epsilon=0.3)
+    assert_near(score("bandit", epsilon_greedy, num_arms=3, episodes=8, trials=20_000), exact)
+
+
+def test_ucb1_by_hand():
+    found = ref.ucb1(np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]]), 7, None, c=0.5)
+    np.testing.assert_allclose(found, [[1 / 2 + 0.5 * np.sqrt(2 * np.log(3) / 4),
+                                        1 / 3 + 0.5 * np.sqrt(2 * np.log(3) / 3)]])
+
+
+def test_thompson_samples_the_posterior_and_the_optimistic_one_where_it_is_dense():
+    """After 50 of 100 successes a sample is Beta(51, 51); the densest of 20 lies closer to a half."""
+    counts, rng = np.full((5000, 1), 50.0), np.random.default_rng(0)
+    std = np.sqrt(51 * 51 / (102**2 * 103))
+    assert ref.thompson(counts, counts, 1, rng).std() == pytest.approx(std, rel=0.05)
+    assert ref.optimistic_thompson(counts, counts, 1, rng, 20).std() < std / 5
+    assert ref.thompson(counts, 0 * counts, 1, rng).mean() == pytest.approx(51 / 52, abs=1e-3)
+    assert_near(score("bandit", ref.thompson, num_arms=5, trials=2000), 5.7, 0.07)
+
+
+# ------------------------------------------------------------------------------------------- references, MDPs
+
+
+def test_sampled_mdps_have_the_tasks_distributions():
+    mdps = ref.sample_mdps(2000, np.random.default_rng(0))
+    assert mdps.transitions.shape == (2000, 10, 5, 10)
+    np.testing.assert_allclose(mdps.transitions.sum(-1), 1)
+    assert mdps.transitions.var() == pytest.approx(9 / (100 * 11), rel=0.02)  # of Beta(1, 9)
+    assert (mdps.means.mean(), mdps.means.std()) == pytest.approx((1, 1), abs=0.02)
+    optima = ref.optimal_value(mdps)
+    assert_near(ref.mean_and_error(optima), ref.MEAN_OPTIMUM, ref.MEAN_OPTIMUM_SE)
+
+
+def test_who_knows_the_mdp_collects_its_optimum():
+    mdps = ref.sample_mdps(1000, np.random.default_rng(0))
+    known = ref.plan(mdps.means, partial(ref.expectation, mdps.transitions), ref.HORIZON)
+    _, expected = ref.play_mdp(lambda *_, horizon: known, mdps, 2, np.random.default_rng(1))
+    assert_near(ref.mean_and_error(expected.mean(-1) - ref.optimal_value(mdps)), 0)
+
+
+def test_what_a_learner_has_seen_before_each_episode():
+    rng, seen = np.random.default_rng(0), []
+    mdps = ref.MDPs(ref.normalized(rng.random((1, 2, 2, 2))), rng.normal(1, 1, (1, 2, 2)))
+
+    def learner(now, rng, horizon):
+        seen.append((now.visits[..., 1].sum(), now.transitions.sum(), now.rewards.sum(), now.episode))
+        return np.broadcast_to([0.0, 1.0], (horizon, 1, 2, 2))  # always the second action
+
+    returns, expected = ref.play_mdp(learner, mdps, 3, rng, horizon=4)
+    visits, transitions, rewards, episodes = zip(*seen, strict=True)
+    assert visits == (0, 4, 8) and episodes == (0, 1, 2)
+    assert transitions == (0, 3, 6)  # not those out of the last step
+    assert rewards == pytest.approx((0, returns[0, 0], returns[0, :2].sum()))
+    low, high = mdps.means[0, :, 1].min(), mdps.means[0, :, 1].max()
+    assert np.all((expected >= 4 * low) & (expected <= 4 * high))
+
+
+def test_optimistic_expectation_is_the_best_in_the_ball():
+    rng = np.random.default_rng(0)
+    candidates = rng.dirichlet(np.ones(3), 20_000)
+    for slack in (0.0, 0.3, 0.8, 1.5, 2.0):
+        chances, values = rng.dirichlet(np.ones(3)), rng.normal(size=3)
+        found = ref.optimistic_expectation(chances[None, None, None], slack, values[None]).item()
+        inside = candidates[np.abs(candidates - chances).sum(-1) <= slack]
+        best = max([chances @ values, *(inside @ values)])
+        assert best - 1e-12 <= found <= best + 0.1
+    assert found == pytest.approx(values.max())
+
+
+def test_values_of_the_mdp_learners_by_hand():
+    """The first of two steps has the reward and the best that may follow, the last only the reward."""
+    seen = ref.Seen(np.zeros((1, 2, 2)), np.zeros((1, 2, 2)), np.zeros((1, 2, 2, 2)))
+    bonus = 0.5 * 2 * 2**3 / (1 + 2)  # of the transition, while a step is left
+    np.testing.assert_allclose(ref.beb(seen, None, 2, scaling=0.5)[:, 0, 0, 0], [1 + bonus, 1 / 2])
+    seen.visits[0, 0], seen.rewards[0, 0], seen.transitions[0, 0, :, 1] = 1, [3.0, -2.0], 1
+    seen.visits[0, 1], seen.rewards[0, 1] = 1, [5.0, 4.0]
+    for mu0 in (0.0, 1.0):
+        q = ref.greedy_mdp(seen, None, 2, mu0)
+        np.testing.assert_allclose(q[0, 0, 0], [3 + 5, -2 + 5], atol=1e-2)
+    rng = np.random.default_rng(0)
+    seen.visits[0, 0] = 3
+    q = ref.bucb_vi(seen, None, 1, c=3)
+    np.testing.assert_allclose(q[0, 0, 0], [(1 + 3) / 4 + 3 / 2, (1 - 2) / 4 + 3 / 2])
+    samples = np.array([ref.psrl(seen, rng, 1)[0, 0, 0] for _ in range(4000)])
+    np.testing.assert_allclose(samples.mean(0), [3 / 4, -2 / 4], atol=0.03)
+    np.testing.assert_allclose(samples.std(0), 1 / 2, atol=0.03)
+    best_of_5 = np.mean([ref.opsrl(seen, rng, 1)[0, 0, 0] for _ in range(1000)], 0)
+    np.testing.assert_allclose(best_of_5 - [3 / 4, -2 / 4], 1.163 / 2, atol=0.06)  # of 5 normal ones
+
+
+def test_ucrl2_by_hand():
+    """State 1 pays 1; all actions were tried 100 times and led to either state in half of them."""
+    rewards, transitions = np.array([[[0.0, 0.0], [100.0, 100.0]]]), np.full((1, 2, 2, 2), 50.0)
+    seen = ref.Seen(np.full((1, 2, 2), 100.0), rewards, transitions)
+    q = ref.ucrl2(seen, None, 2, scaling=0.1)
+    log = np.log(2 * 2 * 2 / 0.05)
+    bonus, slack = 0.1 * np.sqrt(4 * log / 100), 0.1 * np.sqrt(4 * 2 * log / 100)
+    np.testing.assert_allclose(q[1, 0, :, 0], [bonus, 1 + bonus], atol=1e-4)
+    np.testing.assert_allclose(q[0, 0, :, 0], q[1, 0, :, 0] + bonus + 1 / 2 + slack / 2, atol=1e-4)
+
+
+PUBLISHED = [  # task, learner, flags; score and standard error of 1000 trials
+    ("bandit", ref.thompson, {"episodes": 100}, 75.21, 0.11),
+    ("bandit", partial(ref.optimistic_thompson, samples=20), {}, 6.5, 0.07),
+    ("bandit", ref.ucb1, {"episodes": 100, "num_arms": 10}, 83.12, 0.08),
+    ("mdp", ref.greedy_mdp, {}, 134.8, 0.9),
+    ("mdp", partial(ref.greedy_mdp, epsilon=0.1), {}, 132.8, 0.9),
+    ("mdp", ref.psrl, {}, 138.1, 0.9),
+    ("mdp", partial(ref.opsrl, samples=20), {}, 144.1, 0.9),
+    ("mdp", ref.ucrl2, {}, 146.6, 0.9),
+    ("mdp", partial(ref.beb, scaling=3e-3), {}, 150.2, 0.9),
+]
+
+
+@pytest.mark.slow
+def test_learners_score_as_published():
+    for task, learner, flags, published, se in PUBLISHED:
+        assert_near(score(task, learner, trials=1000, **flags), published, se)
+    mean, se = score("mdp", ref.bucb_vi, trials=1000)
+    assert mean - 4 * se > 150.2  # above the best of the published ones
+
+
+def test_what_rl2_meta_prints_is_in_the_table():
+    """Of a learner with several settings the best; and of ten pulls what can be computed."""
+    rows = tables.read_csv(plot.RESULTS / "references.csv")
+    for (_, episodes, arms), printed in rl2.REFERENCES.items():
+        about = {"task": "bandit" if arms else "mdp", "episodes": str(episodes), "num_arms": str(arms or "")}
+        for name, value in printed.items():
+            learner = name.lower().removesuffix(" sampling").removesuffix(" index")
+            found = [float(row["score"]) for row in rows
+                     if row["learner"] == learner and about.items() <= row.items()]
+            assert value == pytest.approx(max(found), rel=1e-3), name
+    for arms in (5, 10):
+        printed = rl2.REFERENCES["Bandit", 10, arms]
+        assert printed["UCB1"] == pytest.approx(exact_score(partial(ref.ucb1, c=0.1), arms, 10), abs=5e-4)
+        assert printed["Bayes optimum"] == pytest.approx(ref.bayes_optimum(arms, 10), abs=5e-4)
+
+
+def test_references_are_added_to_a_table(call, tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    flags = "--episodes", 4, "--num-arms", 3, "--trials", 50
+    first = call(ref, *flags, "--csv", path)
+    kept = path.read_text()
+    call(ref, "--task", "mdp", "--episodes", 2, "--trials", 4, "--csv", path, "--learners", "psrl", "bucb-vi")
+    assert path.read_text().startswith(kept)
+    rows = tables.read_csv(path)
+    learners = [row["learner"] for row in rows if row["task"] == "mdp"]
+    assert learners == ["psrl"] * 2 + ["bucb-vi"] * 3 + ["task known"]
+    assert all(bool(row["episode_returns"]) == bool(row["trials"]) for row in rows)  # bounds have neither
+    assert call(ref, *flags) == first
+
+
+@pytest.mark.parametrize("flags", ["--num-arms 0", "--trials 1", "--seed -1", "--learners sarsa", "--csv ."])
+def test_bad_flags_of_references_get_one_sentence(call, flags):
+    error = call(ref, *flags.split(), status=2)
+    assert error.startswith("error: ") and error.count("\n") == 1
+
+
+# -------------------------------------------------------------------------- scores, curves, ablations, speed
+
+
+def test_table_of_scores(call, tmp_path):
+    """Muesli's greedy return is that of more episodes; only runs that may stop early are put together."""
+    columns = "env_id,exp_name,seed,global_step,solved_at,eval_mean,eval_sampled_mean,greedy_return,command"
+    rows = ["CartPole-v1,m,1,20000,15000,1,490,480,python muesli_cartpole.py",
+            "CartPole-v1,m,2,30000,25000,1,470,500,python muesli_cartpole.py",
+            "CartPole-v1,long,1,50000,15000,1,450,440,python muesli_cartpole.py --no-stop-early",
+            "CartPole-v1,long,2,50000,,1,430,400,python muesli_cartpole.py --no-stop-early",
+            "Reacher-v5,ppo,1,99840,,-4.25,-20,,python ppo_continuous.py"]
+    kept, again = tmp_path / "kept.csv", tmp_path / "again.csv"
+    kept.write_text("\n".join([columns, *rows, ""]))
+    assert call(scores, kept, "--csv", again).splitlines()[2:] == [
+        "| CartPole-v1 | long | 50 k | 2 | 420 ± 28 | 440 ± 14 | 440, 400 |",
+        "| CartPole-v1 | m | solved at 20000 (median), 25000 (last) | 2 | 490 ± 14 | 480 ± 14 | 480, 500 |",
+        "| Reacher-v5 | ppo | 100 k | 1 | -4.2 | -20.0 | -4.2 |"]
+    assert again.read_text() == kept.read_text()
+    assert "| 440, 400 | 400 to 440 |" in call(scores, kept, "--bootstrap")
+    low, high = scores.interval([0.0] * 50 + [2.0] * 50)  # std 1, of the mean 0.1
+    assert (low, high) == pytest.approx((1 - 0.196, 1 + 0.196), abs=0.03)
+
+
+def test_rows_and_curves_of_runs(call, tmp_path):
+    """Two short runs of Muesli: rebuilt command, evaluations, curves that are kept and drawn."""
+    runs = [tmp_path / f"run-{seed}" for seed in (1, 2)]
+    for seed, run_dir in enumerate(runs, start=1):
+        muesli.train(muesli.Args(seed=seed, run_dir=str(run_dir), preset="none", total_timesteps=600,
+                                 num_envs=2, eval_frequency=100, eval_episodes=2, checkpoint_every=50))
+    row = ablations.read(runs[0])
+    assert row["command"] == ("python muesli_cartpole.py --seed 1 --eval-episodes 2 --checkpoint-every 50 "
+                              "--env-id CartPole-v1 --total-timesteps 600 --num-envs 2 --eval-frequency 100 "
+                              "--stop-early")
+    evaluations = muesli.load_checkpoint(runs[0])[0]["progress"]["evaluations"]
+    assert row["learned"] == pytest.approx(np.mean([value for _, value in evaluations]))
+    assert row["last_evaluation"] == row["greedy_return"] == evaluations[-1][1]
+    kept, figure = tmp_path / "curves.csv", tmp_path / "new" / "curves.png"
+    call(plot, *runs, "--y", "greedy_return", "--csv", kept, "--output", figure)
+    assert imread(figure).shape[1] > 600
+    curves = plot.read_curves([kept], y="greedy_return")
+    for key, curve in plot.read_curves(runs, y="greedy_return").items():
+        assert curve["greedy_return"] == pytest.approx(curves[key]["greedy_return"])
+    axis, x = adaptation.Figure().add_subplot(), np.arange(10.0)
+    plot.draw_line(axis, [{"global_step": x, "episodic_return": x + i} for i in (1, 3)], color="C0")
+    np.testing.assert_allclose(axis.lines[0].get_ydata()[200], axis.lines[0].get_xdata()[200] + 2)
+    assert "second run" in call(plot, runs[0], runs[0], "--csv", kept, status=2)
+
+
+def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
+    call(plot, "--overview", "--output", tmp_path / "overview.png")
+    table = call(ablations, plot.RESULTS / "ablations.csv", "--output", tmp_path / "ablations.png")
+    assert "| CartPole-v1 | learned | each seed | last evaluation | solved at |" in table
+    for name in ("overview", "ablations"):
+        assert imread(tmp_path / f"{name}.png").shape[1] > 1200
+
+
+def test_speed_of_a_script(call, tmp_path):
+    flags = "--flags=--num-trials 16 --total-timesteps 480"
+    table = call(speed, "--settings", "Bandit", "--rounds", 1, flags, "--csv", tmp_path / "speed.csv")
+    [row] = tables.read_csv(tmp_path / "speed.csv")
+    assert int(row["sps"]) > 10 and int(row["peak_mib"]) > 50 and 0.5 < float(row["startup_s"]) < 100
+    assert f"| Bandit | script | {row['sps']} | 1.00 |" in table
+
+
+def test_speed_is_the_median_after_the_first_row(tmp_path, monkeypatch):
+    for name, rate in (("fast", 100), ("slow", 10)):
+        rows = f"SPS,seconds\\n1,5\\n{rate},6\\n{3 * rate},7\\n{2 * rate},8"
+        code = f"import os; os.mkdir('run'); open('run/metrics.csv', 'w').write('{rows}')"
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setitem(speed.SETTINGS, "Bandit", str(tmp_path / "fast.py"))
+    rows = speed.measure_round(1, "Bandit", speed.Args(against=str(tmp_path / "slow.py")))
+    assert [row["sps"] for row in rows] == [200, 20] and rows[1]["ratio"] == 10
+    with pytest.raises(tables.UsageError, match="no git commit"):
+        speed.find_script("no-such-commit", "rl2_meta.py", tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- adaptation
+
+
+def a_run(env_id, seed, curve, greedy, command="python rl2_meta.py", exp_name="rl2_meta"):
+    return {"env_id": env_id, "exp_name": exp_name, "seed": str(seed), "command": command,
+            "trial_return_greedy_mean": str(greedy), "trial_return_mean": str(sum(curve)),
+            "episode_returns": json.dumps(curve)}
+
+
+def a_reference(learner, score, curve=(), arms="5", setting=""):
+    return {"task": "bandit", "num_arms": arms, "episodes": "3", "learner": learner, "setting": setting,
+            "score": str(score), "episode_returns": json.dumps(curve) if curve else ""}
+
+
+RUNS = [a_run("AntDir", 1, [100.0, 300.0], 405.4),
+        a_run("Bandit", 1, [0.5, 0.6, 0.7], 1.9),
+        a_run("Bandit", 2, [0.5, 0.7, 0.9], 2.1),
+        a_run("Bandit", 1, [0.5] * 10, 5.1, "python rl2_meta.py --num-arms 50", "wide")]
+REFERENCES = [a_reference("random", 1.5, [0.5, 0.5, 0.5]),
+              a_reference("ucb1", 1.9, [0.5, 0.6, 0.8], setting="c=0.2"),
+              a_reference("ucb1", 1.8, [0.5, 0.6, 0.7], setting="c=0.1"),
+              a_reference("gittins", 9.9, [3.3, 3.3, 3.3], arms="10"),
+              a_reference("task known", 2.5)]
+CELLS = ["Bandit, 5 arms, 3 pulls|2|2.000 ± 0.141|1.950 ± 0.212|1.500|-|1.900 (c=0.2)|-|-|2.500",
+         "Bandit, 50 arms, 10 pulls (wide)|1|5.100|5.000|-|-|-|-|-|-",
+         "AntDir, 2 episodes|1|405.4|400.0|-|-|-|-|-|-"]
+
+
+@pytest.fixture
+def paths(tmp_path):
+    """Tables of runs and of references."""
+    tables.write_csv(tmp_path / "rl2.csv", RUNS)
+    tables.write_csv(tmp_path / "references.csv", REFERENCES)
+    return tmp_path / "rl2.csv", tmp_path / "references.csv"
+
+
+def test_table_and_figure_of_adaptation(call, paths, tmp_path):
+    """Settings are grouped, the best of a reference is shown, a panel has the mean and std over seeds."""
+    figure = tmp_path / "figure.png"
+    lines = call(adaptation, paths[0], "--references", paths[1], "--output", figure).splitlines()
+    assert [line[2:-2].replace(" | ", "|") for line in lines[2:]] == CELLS
+    assert imread(figure).shape[1] > 1200
+    axis = adaptation.Figure().add_subplot()
+    setting, runs = next(iter(adaptation.group(RUNS).items()))
+    adaptation.draw_panel(axis, setting, runs, adaptation.find_references(REFERENCES, setting))
+    drawn = {line.get_label(): line.get_ydata() for line in axis.lines}
+    assert set(drawn) == {"RL$^2$", "random", "UCB1 c=0.2", "task known"}
+    np.testing.assert_allclose(drawn["RL$^2$"], [0.5, 0.65, 0.8])
+    np.testing.assert_allclose(drawn["UCB1 c=0.2"], [0.5, 0.6, 0.8])
+    np.testing.assert_allclose(drawn["task known"], 2.5 / 3)
+    shade = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert shade.max() == pytest.approx(0.8 + np.sqrt(0.02))  # the std of 0.7 and 0.9
+    with pytest.raises(tables.UsageError, match="two runs of Bandit, 5 arms, 3 pulls, seed 2"):
+        adaptation.group([*RUNS, RUNS[2]])
+
+
+@pytest.mark.parametrize("content", [None, "", "env_id,seed\n", "task,score\nbandit,1\n"])
+def test_bad_tables_get_one_sentence_and_leave_the_old_one(call, paths, tmp_path, content):
+    bad, old = tmp_path / "bad.csv", tmp_path / "old.csv"
+    old.write_text("old")
+    if content is not None:
+        bad.write_text(content)
+    for words in ((scores, bad, "--csv", old), (plot, bad, "--csv", old), (ablations, bad, "--csv", old),
+                  (adaptation, bad), (adaptation, paths[0], "--references", bad)):
+        error = call(*words, status=2)
+        assert error.startswith("error: ") and error.count("\n") == 1 and str(bad) in error
+    assert old.read_text() == "old"
