@@ -131,14 +131,12 @@ class Args:
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
+        numbers = {int: int, float: int | float, float | None: int | float | None}
         for field in fields(self):
-            name, value, whole = field.name, getattr(self, field.name), field.type is int
-            low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
-            valid = isinstance(value, int if whole else int | float) and low <= value <= high
-            if field.type in (int, float) and not valid:
-                raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
-        if not 0 <= self.sticky <= 1:
-            raise UsageError(f"sticky_actions = {self.sticky} is not in range: 0 to 1")
+            value, kind = getattr(self, field.name), numbers.get(field.type)
+            low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
+            if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
+                raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         if self.rnn != "none" and not self.share_network:
             raise UsageError("an RNN needs share_network")
         sequences = self.num_envs * self.num_steps // self.seq_len
@@ -147,7 +145,8 @@ class Args:
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
-          "frame_stack": (1, 1000), "screen_size": (36, 1000), "max_frames": (1, 10**9)}
+          "frame_stack": (1, 1000), "screen_size": (36, 1000), "max_frames": (1, 10**9),
+          "sticky_actions": (0, 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
@@ -453,9 +452,9 @@ def train(args, checkpoint=None):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most games.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 10_000 // args.num_steps)
-    if RANK == 0:
-        print(f"{device}, {args.precision}, sticky actions {args.sticky}")
     log = RunLog(args, progress["global_step"]) if RANK == 0 else None
+    if log:
+        tqdm.write(f"{device}, {args.precision}, sticky actions {args.sticky}")
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     last_time = time.perf_counter()
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):

@@ -1,24 +1,54 @@
-"""Paths and settings of the tests, and the way they make small agents and train them."""
+"""Settings of the tests, and what several files use: whole runs of every script, small agents of one."""
 
+import csv
+import importlib
+import inspect
 import os
+import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread in each of pytest's processes
 os.environ.setdefault("MUJOCO_GL", "egl")
 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
-for folder in (Path(__file__).parent, Path(__file__).parents[1]):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
+import probes
+import pytest
+import torch
+from filelock import FileLock  # PyTorch needs it, too
+from gymnasium.spaces import Box, Discrete
 
-import ppo_continuous as ppo  # noqa: E402
+import ppo_atari as atari
+import ppo_continuous as ppo
 
-SMALL = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 128,
-         "hidden": (16, 16), "rnn_hidden": 16, "eval_episodes": 2, "compile": False}
+ROOT = Path(__file__).parents[1]
+# Runs of a second or two: four iterations (Muesli: forty), checkpoints in the middle and at the end.
+SHORT = {
+    "ppo_continuous": """--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 16
+        --num-minibatches 2 --update-epochs 2 --checkpoint-every 2 --eval-episodes 3 --no-compile""",
+    "ppo_atari": """--total-timesteps 128 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2
+        --checkpoint-every 2 --eval-episodes 1 --screen-size 36 --max-frames 200 --rnn-hidden 16
+        --device cpu --precision fp32 --torch-threads 1 --env-threads 1 --no-compile""",
+    "muesli_cartpole": """--total-timesteps 600 --num-envs 2 --train-frequency 8 --batch-size 4
+        --hidden-size 16 --learning-starts 100 --eval-frequency 250 --checkpoint-every 20
+        --eval-episodes 3""",
+    "rl2_meta": """--total-timesteps 640 --num-trials 16 --rnn-hidden 16 --checkpoint-every 2
+        --test-trials 50""",
+}
+SCRIPTS = tuple(SHORT)
+BOTH = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 128,
+        "rnn_hidden": 16, "eval_episodes": 2, "compile": False}
+SMALL = {
+    ppo: BOTH | {"hidden": (16, 16)},
+    atari: BOTH | {"screen_size": 36, "device": "cpu", "precision": "fp32", "torch_threads": 1,
+                   "env_threads": 1},
+}
+both_scripts = pytest.mark.parametrize("script", [ppo, atari], ids=["continuous", "atari"])
 
 
 @pytest.fixture(autouse=True)
@@ -27,31 +57,136 @@ def one_thread_and_seed():
     torch.manual_seed(0)
 
 
+# --------------------------------------------------------------------------------- whole runs of every script
+
+
+def run_python(words, folder, status=0, timeout=300):
+    """Start an interpreter in that folder. Returns what it printed: stdout, stderr."""
+    command = [sys.executable, *shlex.split(words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.fixture(params=SCRIPTS)
+def finished(request, tmp_path_factory):
+    """A finished run, in the folder "run", of a script that was copied alone into an empty folder.
+
+    Whichever of pytest's processes needs it first starts it for all."""
+    script, base = request.param, tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder, printed = shared / script, shared / f"{script}.txt"
+    with FileLock(shared / f"{script}.lock"):
+        if not printed.exists():
+            folder.mkdir(exist_ok=True)
+            shutil.copy(ROOT / f"{script}.py", folder)
+            out, _ = run_python(f"{script}.py {SHORT[script]} --run-dir run", folder)
+            printed.write_text(out)
+    return SimpleNamespace(script=script, module=importlib.import_module(script), folder=folder,
+                           out=printed.read_text())
+
+
 @pytest.fixture
-def weights_that_move(monkeypatch):
-    """On a GPU cuDNN moves a recurrent layer's weights to a place of its own, whenever it finds others."""
-
-    def move(layer):
-        with torch.no_grad():
-            for weight in getattr(layer, "_flat_weights", []):
-                weight.data = weight.data.clone()
-
-    monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", move)
+def run_dir(finished, tmp_path):
+    """A copy of the finished run, which a test may change."""
+    return shutil.copytree(finished.folder / "run", tmp_path / "run")
 
 
-def small_args(env_id, **flags):
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """Function that calls a script's main in tmp_path, which must exit with that status.
+
+    Returns what it printed: stdout, stderr."""
+    def call_main(script, flags, status=0):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(flags)])
+        capsys.readouterr()
+        code = 0
+        try:
+            importlib.import_module(script).main()
+        except SystemExit as stop:
+            code = stop.code
+        out, err = capsys.readouterr()
+        if isinstance(code, str):  # Python prints it
+            code, err = 1, f"{err}{code}\n"
+        assert code == status, out + err
+        return out, err
+
+    return call_main
+
+
+def read_metrics(run_dir):
+    """Rows of metrics.csv."""
+    with open(run_dir / "metrics.csv") as file:
+        return list(csv.DictReader(file))
+
+
+def load(run_dir):
+    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+
+
+def flat(value, name=""):
+    """Tensors and numbers of nested dicts and lists, by the path to them."""
+    if isinstance(value, dict | list | tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return {path: x for key, item in items for path, x in flat(item, f"{name}/{key}").items()}
+    return {name: value}
+
+
+def flag_docs(module):
+    """Trailing comment of each line of Args that is a flag."""
+    return dict(re.findall(r"^    (\w+): .+? = .+?  # (.+)$", inspect.getsource(module.Args), re.MULTILINE))
+
+
+# ---------------------------------------------------------------------- small agents of the two PPO scripts
+
+
+@pytest.fixture
+def squares(monkeypatch):
+    """ppo_atari takes --env-id Squares, games of our own."""
+    make_envs = atari.make_envs
+    monkeypatch.setattr(atari, "make_envs", lambda args, num_envs: (
+        probes.Squares if args.env_id == "Squares" else make_envs)(args, num_envs))
+
+
+def small_args(env_id="unused", script=ppo, **flags):
     """Flags of a run that takes a second."""
-    return ppo.Args(env_id=env_id, **SMALL | flags)
+    return script.Args(env_id=env_id, **SMALL[script] | flags)
 
 
-def small_agent(env_id, **flags):
+def small_agent(env_id, script=ppo, **flags):
     """Environments, agent, optimizer state and env_state of a new run, statistics not empty."""
-    args = small_args(env_id, **flags)
-    envs = ppo.make_envs(args, args.num_envs)
-    agent, opt = ppo.make_agent(envs, args, ppo.set_up_torch(args), None)
-    env_state = ppo.reset_envs(envs, agent, 0)
-    agent.obs_rms.update(ppo.rollout(envs, agent, agent.act, env_state)[0]["raw_obs"])
+    args = small_args(env_id, script, **flags)
+    envs = script.make_envs(args, args.num_envs)
+    agent, opt = script.make_agent(envs, args, script.set_up_torch(args), None)
+    env_state = script.reset_envs(envs, agent, 0)
+    if script is ppo:
+        agent.obs_rms.update(play(envs, agent, env_state)[0]["raw_obs"])
     return envs, agent, opt, env_state
+
+
+def bare_agent(script=ppo, space=None, **flags):
+    """Agent and optimizer state for three observations, or pictures, and two or four actions."""
+    space = space or (Box(-1, 1, (2,)) if script is ppo else Discrete(4))
+    game = SimpleNamespace(get_action_set=lambda: [SimpleNamespace(name="NOOP")] * 4)
+    envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (3,)), ale=game)
+    return script.make_agent(envs, small_args(script=script, **flags), torch.device("cpu"), None)
+
+
+def in_words(parameter):
+    """A test's name for a script or flags."""
+    return getattr(parameter, "__name__", str(parameter))
+
+
+def play(envs, agent, env_state, noise=1.0):
+    """A rollout: data first, episodes last."""
+    script = sys.modules[type(agent).__module__]
+    return script.rollout(envs, agent, getattr(agent, "act", agent), env_state, noise)
+
+
+def weights(agent):
+    return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
 
 def coefs_of(args, **changes):
@@ -60,22 +195,17 @@ def coefs_of(args, **changes):
     return torch.tensor([changes.get(name, getattr(args, name)) for name in names])
 
 
-def load_agent(run_dir):
-    """The agent of a run's checkpoint."""
-    checkpoint, args = ppo.load_checkpoint(run_dir)
-    envs = ppo.make_envs(args, 1)
-    agent, _ = ppo.make_agent(envs, args, torch.device("cpu"), checkpoint)
-    envs.close()
-    return agent
-
-
-def trained(run_dir, env_id, **flags):
+def trained(run_dir, env_id, script=ppo, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""
-    summary = ppo.train(small_args(env_id, run_dir=str(run_dir), **flags))
-    return load_agent(run_dir), summary
+    summary = script.train(small_args(env_id, script, run_dir=str(run_dir), **flags))
+    checkpoint, args = script.load_checkpoint(run_dir)
+    envs = script.make_envs(args, 1)
+    agent, _ = script.make_agent(envs, args, torch.device("cpu"), checkpoint)
+    envs.close()
+    return agent, summary
 
 
-def watched_run(run_dir, env_id, on_step=None, checkpoint=None, script=ppo, **flags):
+def watched_run(run_dir, env_id, script=ppo, on_step=None, checkpoint=None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
 
     Returns the agent, the optimizer state, all rollouts (the uncounted first included) and the losses
@@ -88,6 +218,7 @@ def watched_run(run_dir, env_id, on_step=None, checkpoint=None, script=ppo, **fl
         return seen.agent, seen.opt
 
     def watched_rollout(*args):
+        seen.env_state = args[3]
         seen.rollouts.append(rollout(*args))
         return seen.rollouts[-1]
 
@@ -97,7 +228,7 @@ def watched_run(run_dir, env_id, on_step=None, checkpoint=None, script=ppo, **fl
         train_step(*args)
         seen.losses.append(args[-1].clone())
 
-    args = small_args(env_id, **{"run_dir": str(run_dir)} | flags)
+    args = small_args(env_id, script, **{"run_dir": str(run_dir)} | flags)
     with (patch.object(script, "make_agent", watched_make_agent),
           patch.object(script, "rollout", watched_rollout),
           patch.object(script, "train_step", watched_step),

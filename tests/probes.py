@@ -1,8 +1,8 @@
 """Environments with known best returns and values, registered when this module is imported.
 
-`probes:Bandit-v0` is an --env-id wherever this folder is on the path, `tests.probes:Bandit-v0` above it."""
+`probes:Bandit-v0` is an --env-id wherever this folder is on the path."""
 
-import copy
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -10,7 +10,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
 
 
 class Probe(gym.Env):
-    """Episodes of `length` steps. Subclasses say what is observed, and what an action earns in step `t`."""
+    """Episodes of `length` steps. Subclasses say what is observed and what an action earns in step `t`."""
 
     observation_space = Box(-1, 1, (1,))
     action_space = Discrete(2)
@@ -51,7 +51,7 @@ class Bandit(Probe):
 
 
 class Chain(Probe):
-    """Only the last of five steps is rewarded, whatever is done: the value before step t is gamma^(4 - t)."""
+    """Only the last of five steps is rewarded: the value before step t is gamma^(4 - t)."""
 
     observation_space = Box(0, 1, (5,))
     length = 5
@@ -64,13 +64,31 @@ class Chain(Probe):
 
 
 class Forever(Probe):
-    """Reward 1 for ever, cut by a time limit only: the value is 1 / (1 - gamma)."""
+    """Reward 1 in every step, cut by a time limit only: the value is 1 / (1 - gamma)."""
 
     length = None
 
 
+class Line(Probe):
+    """Observations 1, 2, 3 and 4; the third step ends the episode, by a time limit or in a terminal state."""
+
+    observation_space = Box(0, 100, (1,))
+
+    def __init__(self, truncate=True):
+        super().__init__()
+        self.truncate = truncate
+
+    def observe(self):
+        return np.full(1, self.t + 1, np.float32)
+
+    def step(self, action):
+        obs, reward, *_ = super().step(action)
+        end = self.t == 3
+        return obs, reward, end and not self.truncate, end and self.truncate, {}
+
+
 class Memory(Probe):
-    """The cue, 0 or 1, is seen in step 0 and must be given back in the last of four steps: chance is 0.5."""
+    """The cue, 0 or 1, is seen in step 0 and must be given back in the last of four steps."""
 
     observation_space = Box(-1, 1, (2,))
     length = 4
@@ -78,20 +96,28 @@ class Memory(Probe):
     def observe(self):
         if self.t == 0:
             self.cue = int(self.np_random.integers(2))
-        return np.array([0 if self.t else 2 * self.cue - 1, self.t == self.length - 1], np.float32)
+        cue = 0 if self.t else 2 * self.cue - 1
+        return np.array([cue, self.t == self.length - 1], np.float32)
 
     def reward(self, action):
         return self.t == self.length - 1 and action == self.cue
 
 
 class Masked(Probe):
-    """The higher of the actions 0 to 3 is the better; in each step a random two are forbidden and raise."""
+    """The higher action is the better; in each step, or in the first only, two of four are forbidden."""
 
     action_space = Discrete(4)
     length = 3
     forbid = True  # off: forbidden actions are played
 
+    def __init__(self, first_only=False):
+        super().__init__()
+        self.first_only = first_only
+
     def info(self):
+        if self.first_only and self.t > 0:
+            self.mask = np.ones(4, np.int8)
+            return {}
         self.mask = self.np_random.permutation(np.array([1, 1, 0, 0], np.int8))
         return {"action_mask": self.mask}
 
@@ -101,122 +127,97 @@ class Masked(Probe):
         return action / 3
 
 
-class MaskedAtReset(Masked):
-    """The mask is in reset's info only, and holds for the first step."""
-
-    def info(self):
-        return super().info() if self.t == 0 else {}
-
-    def reward(self, action):
-        return super().reward(action) if self.t == 0 else 0
-
-
 class Target(Probe):
     """One step that earns the share of the action's components that are those of `target`."""
 
-    def __init__(self, action_space, target, render_mode=None):
+    def __init__(self, action_space, target):
+        super().__init__()
         self.action_space, self.target = action_space, target
 
     def reward(self, action):
         return np.mean(np.asarray(action) == self.target)
 
 
-class DictObservation(Probe):
-    """The observation names the action that earns 1."""
+class Shown(Probe):
+    """An observation of any space. Where it has a part "target", that is the action which earns 1."""
 
-    observation_space = Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))
     action_space = Discrete(3)
 
-    def observe(self):
-        self.shown = self.observation_space.sample() | {"target": np.int64(self.np_random.integers(3))}
-        return self.shown
-
-    def reward(self, action):
-        return action == self.shown["target"]
-
-
-class BooleanObservation(Probe):
-    """Two booleans; their exclusive or is the action that earns 1."""
-
-    observation_space = Box(0, 1, (2,), bool)
-
-    def observe(self):
-        self.shown = self.np_random.integers(2, size=2).astype(bool)
-        return self.shown
-
-    def reward(self, action):
-        return action == self.shown[0] ^ self.shown[1]
-
-
-class Shown(Probe):
-    """An observation of any space, whatever is done."""
-
-    def __init__(self, observation_space, render_mode=None):
+    def __init__(self, observation_space):
+        super().__init__()
         self.observation_space = observation_space
 
     def observe(self):
-        return self.observation_space.sample()
-
-
-class Endless(Probe):
-    """Reward 1 for ever; its specification names a time limit that nothing enforces, or none."""
-
-    length = None
-
-    def __init__(self, limit=40, render_mode=None):
-        self.limit = limit
-
-    def reset(self, *, seed=None, options=None):
-        self.spec = copy.deepcopy(self.spec)
-        self.spec.max_episode_steps = self.limit
-        return super().reset(seed=seed)
-
-
-class Broken(Probe):
-    """After `good_steps` steps of an environment's life, over all episodes, `what` is NaN."""
-
-    length = 10
-
-    def __init__(self, what, good_steps=100, render_mode=None):
-        self.what, self.left = what, good_steps
-
-    def observe(self):
-        return np.full(1, np.nan if self.what == "observation" and self.left <= 0 else 0, np.float32)
+        self.shown = self.observation_space.sample()
+        return self.shown
 
     def reward(self, action):
-        self.left -= 1
-        return np.nan if self.what == "reward" and self.left < 0 else 0
+        return isinstance(self.shown, dict) and action == self.shown["target"]
 
 
-class Bare(Bandit):
-    """A bandit whose constructor takes nothing: it knows no rendering."""
+class Squares:
+    """Stands in for ALE's games: a bright square says which action earns 3 points, RIGHT or LEFT.
 
-    def __init__(self):
-        super().__init__()
+    A game has two lives of five steps, unless `max_frames` cuts it."""
+
+    life, lives = 5, 2
+    names = "NOOP", "FIRE", "RIGHT", "LEFT"
+    single_action_space = Discrete(4)
+
+    def __init__(self, args, num_envs):
+        actions = [SimpleNamespace(name=name) for name in self.names]
+        self.ale = SimpleNamespace(get_action_set=lambda: actions)
+        self.args, self.num_envs = args, num_envs
+
+    def reset(self, seed):
+        self.rng, self.t, self.steps = np.random.default_rng(seed), np.zeros(self.num_envs, int), 0
+        self.side = np.zeros(self.num_envs, int)
+        self.obs = np.zeros((self.num_envs, self.args.frame_stack, 36, 36), np.uint8)
+        return self.draw(self.t == 0), self.infos()
+
+    def draw(self, which):
+        """New pictures in these games. Returns all pictures."""
+        for n in np.flatnonzero(which):
+            self.side[n] = self.rng.integers(2)
+            left = 4 + 18 * self.side[n]
+            self.obs[n] = self.rng.integers(100)
+            self.obs[n, :, 12:24, left : left + 10] = 255
+        return self.obs.copy()
+
+    def infos(self):
+        frames = self.args.frame_skip * np.array([self.t, np.full(self.num_envs, self.steps)]) + 1
+        return {"lives": self.lives - self.t // self.life, "episode_frame_number": frames[0],
+                "frame_number": frames[1]}
+
+    def step(self, actions):
+        reward = 3 * (actions == self.side + 2)
+        self.t, self.steps = self.t + 1, self.steps + 1
+        no_lives = self.t == self.life * self.lives
+        truncated = (self.t == -(-self.args.max_frames // self.args.frame_skip)) & ~no_lives
+        terminated = (self.t % self.life == 0) & ~truncated if self.args.episodic_life else no_lives
+        final_obs = self.draw(self.t > 0)
+        over = no_lives | truncated
+        self.t = self.t * ~over
+        obs = self.draw(over)
+        return obs, reward, terminated, truncated, self.infos() | {"final_obs": final_obs}
+
+    def close(self):
+        pass
 
 
 ENVIRONMENTS = {
     "Bandit-v0": (Bandit, {}),
-    "Bare-v0": (Bare, {}),
     "Chain-v0": (Chain, {}),
     "Forever-v0": (Forever, {}),
+    "Line-v0": (Line, {}),
     "Memory-v0": (Memory, {}),
     "Masked-v0": (Masked, {}),
-    "MaskedAtReset-v0": (MaskedAtReset, {}),
-    "Endless-v0": (Endless, {}),
-    "BooleanObservation-v0": (BooleanObservation, {}),
-    "ShownDiscrete-v0": (Shown, {"observation_space": Discrete(3)}),
-    "ShownMultiBinary-v0": (Shown, {"observation_space": MultiBinary(3)}),
-    "ShownMultiDiscrete-v0": (Shown, {"observation_space": MultiDiscrete([2, 3])}),
-    "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
-    "DiscreteStart-v0": (Target, {"action_space": Discrete(3, start=5), "target": 7}),
-    "MultiDiscrete-v0": (Target, {"action_space": MultiDiscrete([3, 4]), "target": [2, 1]}),
-    "MultiDiscreteStart-v0": (
-        Target, {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]}),
     "MultiBinary-v0": (Target, {"action_space": MultiBinary(3), "target": [1, 0, 1]}),
-    "DictObservation-v0": (DictObservation, {}),
-    "NanReward-v0": (Broken, {"what": "reward"}),
-    "NanObservation-v0": (Broken, {"what": "observation"}),
+    "MultiDiscrete-v0": (
+        Target, {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]}),
+    "ShownBooleans-v0": (Shown, {"observation_space": Box(0, 1, (2,), bool)}),
+    "ShownDict-v0": (Shown, {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))}),
+    "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():
     if name not in gym.registry:

@@ -1,200 +1,187 @@
-"""A run that was killed and resumed ends with the weights of one that was not, bit for bit."""
+"""A run that was killed and resumed ends bit for bit like one that was not."""
 
-import csv
-import random
+import importlib
+import json
+import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT, SHORT, flat, load, read_metrics, run_python
 
-SCRIPT = Path(__file__).parent.parent / "ppo_continuous.py"
-# 64 steps an iteration.
-SHORT = """--env-id CartPole-v1 --num-envs 2 --num-steps 32 --num-minibatches 2 --update-epochs 4
-           --eval-episodes 1 --checkpoint-every 2"""
+PPO = "ppo_continuous"
+ONLY_PPO = pytest.mark.parametrize("finished", [PPO], indirect=True)
+# Kills itself in the sixth optimizer step after the first checkpoint.
+KILLED = """
+import os
+import signal
+from pathlib import Path
 
+import {script} as script
 
-def start(folder, flags, script=SCRIPT):
-    shutil.copy(script, folder)
-    return subprocess.Popen([sys.executable, script.name, *flags.split()], cwd=folder, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+train_step, calls = script.train_step, []
 
+def killed(*args):
+    calls.extend([1] * Path("run/checkpoint.pt").exists())
+    if len(calls) == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train_step(*args)
 
-def finish(process, code=0):
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == code, out + err
-    return out
-
-
-def poll(process, condition):
-    """Wait until the condition holds. False if the process ended first."""
-    end = time.monotonic() + 240
-    while not condition():
-        if process.poll() is not None:
-            return False
-        assert time.monotonic() < end
-        time.sleep(0.001)  # a checkpoint takes longer to write
-    return True
-
-
-def modified(path):
-    return path.stat().st_mtime_ns if path.exists() else None
+script.train_step = killed
+script.main()
+"""
+STATES = {
+    "recurrent": (PPO, "--env-id Pendulum-v1 --rnn gru --rnn-seq-len 8 --rnn-hidden 16 --norm-reward"),
+    "recurrent game": ("ppo_atari", "--env-id ALE/SpaceInvaders-v5 --rnn lstm --rnn-seq-len 8 --norm-value"),
+    "simulator": ("rl2_meta", """--env-id HalfCheetahVel --num-trials 4 --episode-length 10 --test-trials 5
+                  --total-timesteps 560 --update-epochs 1 --test-every 2"""),
+    "compiled": (PPO, "--compile"),
+}
 
 
-def kill(process):
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-
-
-def kill_at_first_checkpoint(folder, flags, script):
-    """Train into folder / "run" and be killed there."""
-    process = start(folder, f"{flags} --run-dir run", script=script)
-    assert poll(process, (folder / "run" / "checkpoint.pt").exists)
-    kill(process)
-    assert process.returncode == -signal.SIGKILL
-
-
-def read_metrics(run_dir):
-    with open(run_dir / "metrics.csv") as file:
-        return list(csv.DictReader(file))
-
-
-def flat(value, name=""):
-    """Tensors and numbers of nested dicts and lists, by the path to them."""
-    if isinstance(value, dict | list | tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: x for key, item in items for path, x in flat(item, f"{name}/{key}").items()}
-    return {name: value}
-
-
-def check_same(run_dir, expected, parts=("agent", "opt", "progress")):
-    """The same weights, optimizer, statistics, episodes and metrics, but for the time they took."""
-    one, two = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (run_dir, expected))
-    assert any("exp_avg" in name and x.any() for name, x in flat(one["opt"]).items())
-    for part in parts:
-        a, b = flat(one[part]), flat(two[part])
-        assert a.keys() == b.keys()
-        same = {name: torch.equal(torch.as_tensor(a[name]), torch.as_tensor(b[name]))
-                for name in b if name != "/seconds" and b[name] is not None}
-        assert [name for name in same if not same[name]] == []
-    rows = [read_metrics(folder) for folder in (run_dir, expected)]
-    for row in (*rows[0], *rows[1]):
+def results(run_dir):
+    """Checkpoint, by the paths to its numbers, and metrics of a run, but for the time they took."""
+    checkpoint, rows = load(run_dir), read_metrics(run_dir)
+    del checkpoint["args"], checkpoint["progress"]["seconds"]
+    for row in rows:
         del row["seconds"], row["SPS"]
-    assert rows[0] == rows[1] and rows[0]
+    return flat(checkpoint), rows
 
 
-def check_resume_only_evaluates(finished, folder, run):
-    """A run killed after its last step has all but its summary, which `run` with the flags then writes."""
-    shutil.copytree(finished, folder / "run")
-    summary = folder / "run" / "summary.json"
-    before = summary.read_text()
-    summary.unlink()
-    run("--resume run")
-    assert summary.read_text() == before
+def check_same(run_dir, expected):
+    """The same weights, statistics, optimizer, replay, episodes and metrics."""
+    (one, rows), (two, expected_rows) = results(run_dir), results(expected)
+    assert rows == expected_rows and rows
+    assert one.keys() == two.keys()
+    assert any("exp_avg" in name and x.any() for name, x in one.items())
+    different = [name for name, x in one.items()
+                 if not (torch.equal(x, two[name]) if isinstance(x, torch.Tensor) else x == two[name])]
+    assert different == []
 
 
-def train_killed(folder, flags, kills, longest):
-    """Train to the end, but be killed `kills` times, each at most `longest` seconds after a new checkpoint.
-
-    Returns how many kills struck."""
-    rng, path, struck = random.Random(0), folder / "run" / "checkpoint.pt", 0
-    command = f"{flags} --run-dir run"
-    for _ in range(kills):
-        before, process = modified(path), start(folder, command)
-        poll(process, lambda before=before: modified(path) != before)
-        time.sleep(rng.uniform(0, longest))
-        kill(process)
-        struck += process.returncode == -signal.SIGKILL
-        command = "--resume run"
-        if (folder / "run" / "summary.json").exists():
-            return struck
-    finish(start(folder, command))
-    return struck
+def test_killed_and_resumed(finished, tmp_path, main):
+    script = finished.script
+    shutil.copy(ROOT / f"{script}.py", tmp_path)
+    (tmp_path / "killed.py").write_text(KILLED.format(script=script))
+    run_python(f"killed.py {SHORT[script]} --run-dir run", tmp_path, status=-signal.SIGKILL)
+    iteration = load(tmp_path / "run")["progress"]["iteration"]
+    assert 0 < iteration < load(finished.folder / "run")["progress"]["iteration"]
+    main(script, "--resume run")
+    check_same(tmp_path / "run", finished.folder / "run")
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    """A run without interruption, its flags, and the seconds after its first checkpoint."""
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    flags = f"{SHORT} --no-compile --total-timesteps 3840"
-    finish(start(folder, f"{flags} --run-dir run"))
-    rows = read_metrics(folder / "run")
-    return folder / "run", flags, float(rows[-1]["seconds"]) - float(rows[1]["seconds"])
+@pytest.mark.parametrize("state", [
+    "recurrent", "recurrent game", "simulator", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_interrupted_and_resumed(state, tmp_path, main, monkeypatch):
+    """Ctrl-C leaves the last checkpoint, and the rows of later iterations for the resume to cut off."""
+    script, flags = STATES[state]
+    module, command = importlib.import_module(script), f"{SHORT[script]} {flags}"
+    main(script, f"{command} --run-dir expected")
+    rollout, calls = module.rollout, []
 
+    def interrupted(*args):
+        calls.extend([1] * (tmp_path / "run" / "checkpoint.pt").exists())
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return rollout(*args)
 
-def test_killed_at_random_moments(uninterrupted, tmp_path):
-    expected, flags, duration = uninterrupted
-    assert train_killed(tmp_path, flags, kills=3, longest=duration / 3) >= 2
-    check_same(tmp_path / "run", expected)
-
-
-@pytest.mark.parametrize("flags", [
-    "--no-compile --rnn gru --rnn-seq-len 8 --rnn-hidden 16 --norm-reward --total-timesteps 1280",
-    "--compile --num-steps 16 --total-timesteps 1920",
-], ids=["gru", "compiled"])  # fmt: skip
-def test_killed_once(flags, tmp_path):
-    folders, flags = (tmp_path / "expected", tmp_path / "killed"), f"{SHORT} {flags}"
-    for folder in folders:
-        folder.mkdir()
-    finish(start(folders[0], f"{flags} --run-dir run"))
-    assert train_killed(folders[1], flags, kills=1, longest=0.1) == 1
-    check_same(folders[1] / "run", folders[0] / "run")
-
-
-def test_killed_while_writing_a_checkpoint(tmp_path):
-    """A wide network takes long to write."""
-    flags = f"{SHORT} --no-compile --hidden 1024 1024 --update-epochs 1 --total-timesteps 1280"
-    finish(start(tmp_path, f"{flags} --run-dir expected"))
-    path, half = tmp_path / "run" / "checkpoint.pt", tmp_path / "run" / "checkpoint.tmp"
-    command = f"{flags} --run-dir run"
-    while not half.exists():
-        process = start(tmp_path, command)
-        assert poll(process, path.exists) and poll(process, half.exists), "the run ended before a kill struck"
-        kill(process)  # too late if the file has got its name by now: try again with the next one
-        command = "--resume run"
-    assert path.exists()
-    finish(start(tmp_path, command))
-    assert not half.exists()
+    monkeypatch.setattr(module, "rollout", interrupted)
+    main(script, f"{command} --run-dir run", status=130)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    steps = int(read_metrics(tmp_path / "run")[-1]["global_step"])
+    assert steps > load(tmp_path / "run")["progress"]["global_step"]
+    main(script, "--resume run")
     check_same(tmp_path / "run", tmp_path / "expected")
 
 
-def test_ctrl_c_ends_the_run_without_a_traceback(uninterrupted, tmp_path):
-    """The last checkpoint stays, and the run can be resumed from it."""
-    process = start(tmp_path, f"{uninterrupted[1]} --run-dir run")
-    assert poll(process, (tmp_path / "run" / "checkpoint.pt").exists)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=240)
-    assert process.returncode == 130 and "Traceback" not in err and "Error" not in err, out + err
-    assert not (tmp_path / "run" / "summary.json").exists()
-    finish(start(tmp_path, "--resume run"))
-    check_same(tmp_path / "run", uninterrupted[0])
+@ONLY_PPO
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
+    """The old checkpoint stays until the new one is on the disk."""
+    calls = []
+
+    def dying(name, function):
+        def call(*args):
+            calls.append(name)
+            if calls.count(moment) == 2:
+                raise KeyboardInterrupt
+            return function(*args)
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("fsync", "replace"):
+            patch.setattr(os, name, dying(name, getattr(os, name)))
+        main(PPO, f"{SHORT[PPO]} --run-dir run", status=130)
+    assert calls == ["fsync", "replace", "fsync", "replace"][: 3 if moment == "fsync" else 4]
+    assert load(tmp_path / "run")["progress"]["iteration"] == 2
+    main(PPO, "--resume run")
+    assert not (tmp_path / "run" / "checkpoint.tmp").exists()
+    check_same(tmp_path / "run", finished.folder / "run")
 
 
-def test_rows_after_the_checkpoint_are_cut_off(uninterrupted, tmp_path):
-    """Also one that was half written when the run was killed."""
-    shutil.copytree(uninterrupted[0], tmp_path / "run")
-    path = tmp_path / "run" / "metrics.csv"
-    before = path.read_text()
-    path.write_text(before + before.splitlines()[-1].replace("3840", "3904", 1) + "\n3968,0.5")
-    finish(start(tmp_path, "--resume run"))
-    assert path.read_text() == before
+def test_killed_after_the_last_step(finished, run_dir, main):
+    """A resume only evaluates. Rows that the checkpoint does not know, also half of one, are cut off."""
+    summary, metrics = run_dir / "summary.json", run_dir / "metrics.csv"
+    before = summary.read_text(), metrics.read_text()
+    summary.unlink()
+    metrics.write_text(f"{before[1]}9{before[1].splitlines()[-1]}\n99999,0.5")
+    main(finished.script, "--resume run")
+    assert (summary.read_text(), metrics.read_text()) == before
 
 
-def test_finished_run_is_extended(uninterrupted, tmp_path):
-    """A flag that is given again overrides that of the run; the others stay."""
-    shutil.copytree(uninterrupted[0], tmp_path / "run")
-    before = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    finish(start(tmp_path, "--resume run --total-timesteps 4096 --ent-coef 0.02 --no-anneal-lr"))
-    after = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
-    assert after["progress"]["global_step"] == 4096 and after["progress"]["iteration"] == 64
+@ONLY_PPO
+def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir, main):
+    before, rows = load(run_dir), read_metrics(run_dir)
+    main(PPO, "--resume run --total-timesteps 192 --ent-coef 0.02 --no-anneal-lr")
+    after = load(run_dir)
     changed = {name for name, x in after["args"].items() if x != before["args"][name]}
     assert changed == {"total_timesteps", "ent_coef", "anneal_lr", "resume"}
-    rows = read_metrics(tmp_path / "run")
-    assert rows[:60] == read_metrics(uninterrupted[0])
-    assert [float(row["learning_rate"]) for row in rows[60:]] == [3e-4] * 4
-    assert after["opt"]["bias"][1] > before["opt"]["bias"][1]
+    assert after["progress"]["iteration"] == 6
+    assert after["opt"]["bias"][1] > before["opt"]["bias"][1]  # Adam's averages continue
     assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
+    assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
+
+
+@pytest.mark.parametrize(("script", "stop", "resume"), [
+    ("muesli_cartpole", "--eval-frequency 100 --stop-return 5", "--no-stop-early"),
+    ("rl2_meta", "--test-every 1 --test-trials 5 --stop-goal 1 --stop-window 2", "--stop-goal None"),
+])  # fmt: skip
+def test_a_run_that_stopped_early(script, stop, resume, tmp_path, main):
+    """Resumed, it is only evaluated, unless a flag makes it continue."""
+    total, seen = 600 if script == "muesli_cartpole" else 640, []
+    for flags in (f"{SHORT[script]} {stop} --run-dir run", "--resume run", f"--resume run {resume}"):
+        main(script, flags)
+        seen.append(json.loads((tmp_path / "run" / "summary.json").read_text()))
+    steps = [summary["global_step"] for summary in seen]
+    assert 0 < steps[0] == steps[1] < total <= steps[2]
+    assert len({summary.get("solved_at", 0) for summary in seen}) == 1
+    main(script, "--evaluate run")
+
+
+@pytest.mark.parametrize(("script", "steps"), [
+    (PPO, 1_000), ("ppo_atari", 10_000), ("muesli_cartpole", 1_000),
+])  # fmt: skip
+def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, main, monkeypatch):
+    """As each resets the environments, they are so many steps of each environment apart."""
+    module = importlib.import_module(script)
+    reset_envs, rollout, keys, played = module.reset_envs, module.rollout, [], []
+
+    def recorded_reset(envs, *args):
+        keys.append(args)
+        return reset_envs(envs, *args)
+
+    def first_rollout(*args):
+        if not played:
+            played.append(rollout(*args))
+        return played[0]
+
+    monkeypatch.setattr(module, "reset_envs", recorded_reset)
+    monkeypatch.setattr(module, "rollout", first_rollout)
+    monkeypatch.setattr(module, "train_step", lambda *_: None)
+    monkeypatch.setattr(module, "evaluate", lambda *_: {"eval_mean": 0.0})
+    length = 8 if script == "muesli_cartpole" else 16
+    main(script, f"""{SHORT[script]} --checkpoint-every 0 --total-timesteps {2 * (steps + 4 * length)}
+                     --run-dir run""")
+    first, middle, last = (iteration for *_, rank, iteration in keys if rank == 0)  # not of evaluations
+    assert first == 0 and middle == steps // length < last

@@ -1,13 +1,9 @@
-"""Trainings to a least score, not in CI: a minute or two each on one core, Breakout an hour or two."""
+"""Trainings to a score: a minute or two each on one core, Breakout an hour or two."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT, run_python
 
 
 @pytest.mark.slow
@@ -18,6 +14,5 @@ ROOT = Path(__file__).parent.parent
     ("ppo_atari.py --env-id Breakout --total-timesteps 2000000 --seed 2", "eval_mean", 30),
 ])  # fmt: skip
 def test_reaches_the_score(command, number, least, tmp_path):
-    script, *flags = command.split()
-    subprocess.run([sys.executable, ROOT / script, *flags, "--run-dir", "run"], cwd=tmp_path, check=True)
+    run_python(f"{ROOT}/{command} --run-dir run", tmp_path, timeout=None)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())[number] >= least

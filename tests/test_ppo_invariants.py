@@ -1,0 +1,427 @@
+"""What must hold in every training of the two PPO scripts, whatever the agent has learned."""
+
+import numpy as np
+import probes
+import pytest
+import torch
+from conftest import bare_agent, both_scripts, in_words, play, read_metrics, small_agent, watched_run, weights
+
+import ppo_atari as atari
+import ppo_continuous as ppo
+
+pytestmark = pytest.mark.usefixtures("squares")
+ENV_ID = {ppo: "CartPole-v1", atari: "Squares"}
+LIMITED = {ppo: {"env_id": "Line-v0"}, atari: {"env_id": "Squares", "max_frames": 28}}  # time limits
+
+
+# ---------------------------------------------------------------------------------------- the first minibatch
+
+
+@pytest.fixture
+def weights_that_move(monkeypatch):
+    """On a GPU cuDNN moves a recurrent layer's weights to a place of its own, whenever it finds others."""
+
+    def move(layer):
+        with torch.no_grad():
+            for weight in getattr(layer, "_flat_weights", []):
+                weight.data = weight.data.clone()
+
+    monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", move)
+
+
+@pytest.mark.parametrize("script, env_id, flags", [
+    (ppo, "CartPole-v1", {"share_network": True}),
+    (ppo, "Hopper-v5", {"learn_std": True}),
+    (ppo, "Hopper-v5", {"rnn": "gru"}),
+    (ppo, "Hopper-v5", {"rnn": "lstm", "rnn_seq_len": 4}),
+    (ppo, "CartPole-v1", {"rnn": "gru", "rnn_seq_len": 1}),
+    (ppo, "CartPole-v1", {"rnn": "lstm", "rnn_reset": False}),
+    (ppo, "Masked-v0", {}),
+    (atari, "Breakout", {"num_envs": 2, "num_minibatches": 2, "max_frames": 120, "rnn": "lstm"}),
+    (atari, "Squares", {"share_network": False}),
+    (atari, "Squares", {"rnn": "gru", "rnn_seq_len": 8}),
+    (atari, "Squares", {"rnn": "lstm", "rnn_reset": False}),
+    (atari, "Squares", {"precision": "bf16"}),
+], ids=in_words)  # fmt: skip
+@pytest.mark.usefixtures("weights_that_move")
+def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
+    """Of two rollouts with updates in between, and of a third after a resume.
+
+    bf16 rounds to 8 bits, and a minibatch of another size adds up in another order: 1 % of a probability."""
+    tolerance = 1e-2 if "precision" in flags else 1e-4
+    num_steps = 24 if env_id == "Squares" else 48
+    flags = {"num_steps": num_steps, "target_kl": None, "learning_rate": 1e-2, "anneal_lr": False,
+             "norm_value": False, **flags}
+    steps, kl = [], script.LOSSES.index("approx_kl")
+    steps_per_rollout = 2 * flags.get("num_minibatches", 4)
+
+    def on_step(agent, opt, batch, states, index, coefs, losses):
+        if len(steps) % steps_per_rollout == 0:
+            mb = {name: x[:, index] for name, x in batch.items()}
+            inputs = mb["obs"], states[:, index], mb["starts"], mb["mask"], mb["actions"]
+            _, logprob, _, value, _ = agent(*inputs)
+            torch.testing.assert_close(logprob, mb["logprobs"], rtol=0, atol=tolerance)
+            torch.testing.assert_close(value, mb["values"], rtol=tolerance, atol=tolerance)
+        steps.append(weights(agent))
+
+    losses, rollouts, checkpoint = [], [], None
+    batch_size = num_steps * flags.get("num_envs", 4)
+    for total_timesteps in (2 * batch_size, 3 * batch_size):
+        flags["total_timesteps"] = total_timesteps
+        seen = watched_run(tmp_path / "run", env_id, script, on_step, checkpoint, **flags)
+        losses += seen.losses
+        rollouts += seen.rollouts
+        checkpoint, _ = script.load_checkpoint(tmp_path / "run")
+        flags["resume"] = str(tmp_path / "run")
+        addresses = [p.data_ptr() - seen.opt["params"].data_ptr() for p in seen.agent.parameters()]
+        sizes = [4 * p.numel() for p in seen.agent.parameters()]
+        assert addresses == [sum(sizes[:i]) for i in range(len(sizes))]  # the optimizer's vector holds them
+    assert len(steps) == len(losses) == 3 * steps_per_rollout
+    assert any(data["dones"][:-1].any() for data, *_ in rollouts)
+    for i in range(0, len(steps), steps_per_rollout):
+        assert abs(losses[i][kl]) < tolerance**2 + 1e-6 < losses[i + steps_per_rollout - 1][kl]
+        assert not torch.equal(steps[i], steps[i + 1])
+
+
+# ------------------------------------------------------------------------------------------------- recurrence
+
+
+def random_inputs(agent, L, S):
+    """Observations (L, S, ...), RNN state and starts, also in the first and in the last step."""
+    obs = torch.randn(L, S, 3)
+    if isinstance(agent, atari.Agent):
+        obs = torch.randint(256, (L, S, 36, 36, 4), dtype=torch.uint8)
+    starts = (torch.rand(L, S) < 0.2).float()
+    starts[0], starts[-1] = torch.arange(S) % 2, torch.arange(S) // 2 % 2
+    return obs, torch.randn(agent.num_states, S, 16), starts
+
+
+@both_scripts
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+@pytest.mark.parametrize("rnn_reset", [True, False])
+def test_sequences_equal_a_loop_over_steps_with_resets(script, rnn, rnn_reset):
+    agent, _ = bare_agent(script, rnn=rnn, rnn_reset=rnn_reset)
+    obs, first_state, starts = random_inputs(agent, 12, 5)
+    with torch.no_grad():
+        for n in range(5):
+            state = first_state[:, [n]]
+            for t in range(12):
+                if starts[t, n] and rnn_reset:
+                    state = torch.zeros_like(state)
+                *expected, state = agent.encode(obs[t, n][None, None], state, torch.zeros(1, 1))
+                *features, last = agent.encode(obs[: t + 1], first_state, starts[: t + 1])
+                torch.testing.assert_close(features[0][t, n], expected[0][0, 0])
+                torch.testing.assert_close(last[:, [n]], state)
+        without, *_ = agent.encode(obs, first_state, torch.zeros_like(starts))
+    assert torch.allclose(features[0], without, atol=1e-6) == (not rnn_reset)
+
+
+@both_scripts
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+def test_gradients_go_through_time_to_the_start_of_the_episode(script, rnn):
+    agent, _ = bare_agent(script, rnn=rnn)
+    obs, state, starts = random_inputs(agent, 6, 2)
+    starts[:] = 0
+    starts[3, 1] = 1
+    state.requires_grad_()
+    agent.get_value(obs, state, starts)[-1].sum().backward()
+    assert (state.grad[:, 0] != 0).all() and (state.grad[:, 1] == 0).all()
+
+
+@both_scripts
+@pytest.mark.parametrize("rnn_reset", [True, False])
+def test_memory_ends_with_the_episode_unless_reset_is_off(script, rnn_reset):
+    envs, agent, *_ = small_agent(ENV_ID[script], script, num_steps=64, rnn="gru", rnn_reset=rnn_reset)
+    data, *_ = play(envs, agent, script.reset_envs(envs, agent, 1))
+    assert data["starts"][0].all() and not data["rnn_states"][0].any()
+    assert torch.equal(data["starts"][1:], data["dones"][:-1])
+    t, n = data["starts"][1:].nonzero()[0] + torch.tensor([1, 0])
+    obs, state = data["obs"][t, n][None, None], data["rnn_states"][t][:, [n]]
+    with torch.no_grad():
+        fresh = agent.get_value(obs, torch.zeros_like(state), torch.ones(1, 1))
+    assert state.abs().max() > 0
+    assert torch.allclose(data["values"][t, n], fresh, atol=1e-7) == rnn_reset
+
+
+# ------------------------------------------------------------------------------------- batches and advantages
+
+
+@both_scripts
+@pytest.mark.parametrize("length", [1, 4, 16])
+def test_sequences_are_steps_of_one_environment_and_each_is_used_once_an_epoch(script, length, tmp_path,
+                                                                                monkeypatch):
+    """Each with the RNN state before its first step. Returns are advantages and values of the same epoch."""
+    steps, advantages, compute_gae = [], [], script.compute_gae
+
+    def watched_gae(rewards, values, *rest):
+        advantages.append((compute_gae(rewards, values, *rest), values))
+        return advantages[-1][0]
+
+    monkeypatch.setattr(script, "compute_gae", watched_gae)
+    seen = watched_run(tmp_path / "run", ENV_ID[script], script, lambda *args: steps.append(args), rnn="lstm",
+                       rnn_seq_len=length, total_timesteps=64, recompute_adv=True)
+    data, *_ = seen.rollouts[-1]
+    orders = [torch.cat([args[4] for args in steps[i : i + 4]]) for i in (0, 4)]
+    assert len(steps) == 8 and len(advantages) == 2
+    assert not torch.equal(*orders)  # shuffled anew
+    for epoch, (adv, values) in enumerate(advantages):
+        batch, states = steps[4 * epoch][2:4]
+        expected = data | {"advantages": adv, "returns": adv + values}
+        sequences = [(t, n) for t in range(0, 16, length) for n in range(4)]
+        assert set(batch) == set(script.BATCH) and states.shape == (2, len(sequences), 16)
+        for s, (t, n) in enumerate(sequences):
+            assert torch.equal(states[:, s], data["rnn_states"][t, :, n])
+            for name in script.BATCH:
+                assert torch.equal(batch[name][:, s], expected[name][t : t + length, n]), name
+        assert orders[epoch].sort().values.tolist() == list(range(len(sequences)))
+
+
+@both_scripts
+@pytest.mark.parametrize("rnn", ["none", "lstm"])
+@pytest.mark.parametrize("recompute_adv", [True, False])
+def test_advantages_are_those_of_the_critic_of_that_epoch(script, rnn, recompute_adv, tmp_path,
+                                                              monkeypatch):
+    """Or, without recompute_adv, of the rollout."""
+    agents, calls, compute_gae, rollout = [], [], script.compute_gae, script.rollout
+
+    def watched_rollout(*args):
+        agents.append((args[1], args[3], *rollout(*args)))
+        return agents[-1][2:]
+
+    def watched_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
+        agent, env_state, data, *bootstrap = agents[-1]
+        calls.append(weights(agent))
+        expected_final = torch.zeros(16, 4)
+        if script is ppo:
+            obs = agent.normalize(torch.from_numpy(env_state.obs))[None]
+            (final_obs, states, starts), time_limits, _ = bootstrap
+            found = agent.get_value(final_obs, states, starts)[0, 4:]
+            assert starts[0, 4:].eq(0).all()
+            expected_final[tuple(zip(*time_limits, strict=True))] = found
+        else:
+            obs, expected_final = env_state.obs, data["final_values"]
+        assert 0 < expected_final.count_nonzero() <= dones.sum()
+        torch.testing.assert_close(final_values, expected_final)
+        expected = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+        expected = agent.get_value(obs, env_state.rnn_state, env_state.starts)
+        torch.testing.assert_close(last_value, expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(rewards, data["rewards"]) and torch.equal(dones, data["dones"])
+        assert (gamma, gae_lambda) == (0.98, 0.9)
+        return compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda)
+
+    monkeypatch.setattr(script, "rollout", watched_rollout)
+    monkeypatch.setattr(script, "compute_gae", watched_gae)
+    watched_run(tmp_path / "run", script=script, rnn=rnn, recompute_adv=recompute_adv, gamma=0.98,
+                gae_lambda=0.9, norm_value=True, target_kl=None, learning_rate=1e-2, **LIMITED[script])
+    assert len(calls) == (4 if recompute_adv else 2) and not torch.equal(calls[0], calls[1])
+
+
+@pytest.mark.parametrize("rnn", ["none", "gru", "lstm"])
+def test_a_time_limit_is_bootstrapped_from_its_own_observation_and_memory(rnn):
+    flags = {"rnn": rnn, "num_envs": 2, "num_steps": 5, "num_minibatches": 1, "norm_obs": False}
+    envs, agent, *_ = small_agent("Line-v0", ortho_init=False, **flags)
+    data, last, time_limits, episodes = play(envs, agent, ppo.reset_envs(envs, agent, 0))
+    assert episodes == [(0, 3.0, 3), (1, 3.0, 3)]  # environment, return, length
+    assert data["dones"].T.tolist() == [[0, 0, 1, 0, 0]] * 2 and time_limits == [(2, 0), (2, 1)]
+    assert data["obs"][..., 0].T.tolist() == [[1, 2, 3, 1, 2]] * 2
+    with torch.no_grad():
+        line = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(4, 1, 1)
+        values = agent.get_value(line, torch.zeros(agent.num_states, 1, 16), torch.zeros(4, 1))[:, 0]
+        torch.testing.assert_close(data["values"][:, 0], values[[0, 1, 2, 0, 1]])
+        torch.testing.assert_close(agent.get_value(*last)[0], values[[2, 2, 3, 3]])
+
+
+@pytest.mark.parametrize("flags", [{"env_kwargs": '{"truncate": false}'}, {"truncation_bootstrap": False}])
+def test_nothing_is_bootstrapped_in_a_terminal_state_or_without_truncation_bootstrap(flags):
+    envs, agent, _, env_state = small_agent("Line-v0", **flags)
+    data, (last_obs, *_), time_limits, _ = play(envs, agent, env_state)
+    assert data["dones"].any() and time_limits == [] and last_obs.shape == (1, 4, 1)
+
+
+@both_scripts
+def test_the_critics_unit_is_the_std_of_all_returns(script, tmp_path):
+    """So far, those of the rollout included, whose epochs keep it; 1 without norm_value."""
+    returns, units = [], []
+
+    def on_step(agent, opt, batch, *_):
+        if len(units) % 8 == 0:
+            returns.append(batch["returns"].flatten())
+        units.append(agent.value_std.item())
+
+    for norm_value in (True, False):
+        watched_run(tmp_path / str(norm_value), ENV_ID[script], script, on_step, norm_value=norm_value,
+                    recompute_adv=True, target_kl=None)
+    for i in (0, 1):
+        expected = torch.cat(returns[: i + 1]).std(correction=0).item()
+        assert units[8 * i : 8 * i + 8] == pytest.approx([expected] * 8, rel=1e-4)
+    assert units[16:] == [1.0] * 16
+
+
+# ----------------------------------------------------------------------------------------- the flags of train
+
+
+@both_scripts
+def test_rate_and_clip_range_fall_linearly(script, tmp_path):
+    steps = []
+    watched_run(tmp_path / "run", ENV_ID[script], script, lambda *args: steps.append(args[5]),
+                total_timesteps=256, anneal_clip=True, learning_rate=1e-3, clip_coef=0.2, ent_coef=0.1,
+                vf_coef=0.7, target_kl=None)
+    rates = [float(row["learning_rate"]) for row in read_metrics(tmp_path / "run")]
+    assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
+    for i, rate in enumerate(rates):
+        assert steps[8 * i].tolist() == pytest.approx([rate, 200 * rate, 0.1, 0.7])
+
+
+@both_scripts
+def test_epochs_stop_after_the_first_whose_mean_kl_exceeds_the_target(script, tmp_path):
+    def run(name, target_kl):
+        flags = {"total_timesteps": 64, "update_epochs": 5, "learning_rate": 1e-3, "target_kl": target_kl}
+        seen = watched_run(tmp_path / name, ENV_ID[script], script, **flags)
+        row, = read_metrics(tmp_path / name)
+        assert len(seen.losses) == 4 * int(row["epochs"])
+        assert [float(row[name]) for name in script.LOSSES] == pytest.approx(  # means over all minibatches
+            (seen.losses[-1] / len(seen.losses)).tolist(), rel=1e-5)
+        return seen.losses
+
+    sums = torch.stack(run("without", None))[3::4, script.LOSSES.index("approx_kl")]
+    means = (torch.diff(sums, prepend=torch.zeros(1)) / 4).tolist()
+    for i, target_kl in enumerate((0.999 * means[1], 1.001 * means[1], 1.001 * max(means))):
+        epochs = next((e + 1 for e in range(5) if means[e] > target_kl), 5)
+        assert len(run(str(i), target_kl)) == 4 * epochs
+        assert (i != 0) or (means[0] < target_kl and epochs == 2)
+
+
+PENDULUM = {"env_id": "Pendulum-v1", "target_kl": None, "learning_rate": 3e-3, "log_std_init": 0.5,
+            "num_minibatches": 2}
+HOPPER = PENDULUM | {"env_id": "Hopper-v5"}
+REWARDS = PENDULUM | {"norm_reward": True}
+MASKED = {"env_id": "Masked-v0", "target_kl": None}
+GRU = {"env_id": "CartPole-v1", "rnn": "gru", "num_steps": 32, "total_timesteps": 256, "num_minibatches": 2}
+SQUARES = {"env_id": "Squares", "learning_rate": 3e-3, "num_minibatches": 2}
+SQUARES_GRU = SQUARES | {"rnn": "gru"}
+OF_UPDATES = [
+    {"learning_rate": 1e-3}, {"anneal_lr": False}, {"adam_eps": 1e-3}, {"gamma": 0.9}, {"gae_lambda": 0.5},
+    {"num_minibatches": 4}, {"update_epochs": 3}, {"norm_adv": False}, {"clip_coef": 0.02},
+    {"clip_coef": 0.02, "anneal_clip": True}, {"ent_coef": 0.1}, {"vf_coef": 0.1}, {"max_grad_norm": 0.0},
+    {"target_kl": 1e-6}, {"checkpoint_every": 1}]
+FLIPS = [(script, base, flip) for script, base in ((ppo, PENDULUM | {"learn_std": True}), (atari, SQUARES))
+         for flip in OF_UPDATES] + [
+    (ppo, PENDULUM, {"recompute_adv": False}), (atari, SQUARES, {"recompute_adv": True}),
+    (ppo, PENDULUM, {"norm_value": False}), (atari, SQUARES, {"norm_value": True}),
+    (ppo, PENDULUM, {"clip_coef": 0.02, "clip_vloss": True}), (atari, SQUARES, {"clip_vloss": False}),
+    (ppo, PENDULUM, {"learn_std": True}), (ppo, LIMITED[ppo], {"truncation_bootstrap": False}),
+    (atari, LIMITED[atari], {"truncation_bootstrap": False}), (ppo, GRU, {"rnn_seq_len": 8}),
+    (ppo, GRU, {"rnn_seq_len": 1}), (atari, SQUARES_GRU, {"rnn_seq_len": 4}),
+]  # fmt: skip
+OF_ROLLOUTS = [
+    (ppo, PENDULUM, {"seed": 2}), (ppo, HOPPER, {"clip_actions": False}),
+    (ppo, PENDULUM, {"scale_actions": False}), (ppo, PENDULUM, {"norm_obs": False}),
+    (ppo, PENDULUM, {"clip_obs": 0.5}), (ppo, PENDULUM, {"norm_reward": True}),
+    (ppo, REWARDS, {"clip_reward": 0.1}), (ppo, PENDULUM, {"ortho_init": False}),
+    (ppo, PENDULUM, {"activation": "relu"}), (ppo, PENDULUM, {"log_std_init": 0.0}),
+    (ppo, PENDULUM, {"env_kwargs": '{"g": 1.0}'}), (ppo, GRU, {"rnn_reset": False}),
+    (ppo, MASKED, {"mask_actions": False}), (atari, SQUARES, {"seed": 2}),
+    (atari, SQUARES, {"episodic_life": False}), (atari, SQUARES, {"fire_reset": False}),
+    (atari, SQUARES, {"sign_rewards": False}), (atari, SQUARES, {"scale_obs": False}),
+    (atari, SQUARES, {"ortho_init": False}), (atari, SQUARES_GRU, {"rnn_reset": False}),
+]  # fmt: skip
+NO_EFFECT = [
+    (ppo, PENDULUM, {"clip_reward": 0.1}),  # no normalized rewards to clip
+    (ppo, PENDULUM, {"truncation_bootstrap": False}),  # no episode ends
+    (ppo, PENDULUM, {"rnn_seq_len": 4, "rnn_hidden": 8, "rnn_reset": False}),
+    (ppo, PENDULUM, {"mask_actions": False, "exp_name": "other", "eval_episodes": 1, "checkpoint_every": 2}),
+    (atari, SQUARES, {"truncation_bootstrap": False, "rnn_seq_len": 4, "exp_name": "other"}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_iterations(tmp_path_factory):
+    """Function that gives the first rollout and the weights at the end; it trains once a setting."""
+    done = {}
+
+    def run(script, flags):
+        key = str((script, sorted(flags.items())))
+        if key not in done:
+            seen = watched_run(tmp_path_factory.mktemp("run") / "run", script=script, **flags)
+            done[key] = seen.rollouts[-2][0], weights(seen.agent)
+        return done[key]
+
+    return run
+
+
+def check_flip(two_iterations, script, base, flip, same_rollout, same_weights):
+    one, two = two_iterations(script, base), two_iterations(script, base | flip)
+    names = ("obs", "actions", "logprobs", "values", "rewards", "dones", "mask")
+    assert all(torch.equal(one[0][name], two[0][name]) for name in names) == same_rollout
+    assert torch.equal(one[1], two[1]) == same_weights
+
+
+@pytest.mark.parametrize("script, base, flip", FLIPS, ids=in_words)
+def test_a_flag_of_updates_changes_the_weights_but_not_the_first_rollout(two_iterations, script, base, flip):
+    check_flip(two_iterations, script, base, flip, same_rollout=True, same_weights=False)
+
+
+@pytest.mark.parametrize("script, base, flip", OF_ROLLOUTS, ids=in_words)
+def test_a_flag_of_rollouts_changes_the_first_one(two_iterations, monkeypatch, script, base, flip):
+    monkeypatch.setattr(probes.Masked, "forbid", "mask_actions" not in flip)
+    check_flip(two_iterations, script, base, flip, same_rollout=False, same_weights=False)
+
+
+@pytest.mark.parametrize("script, base, flip", NO_EFFECT, ids=in_words)
+def test_a_flag_changes_nothing_but_what_it_names(two_iterations, script, base, flip):
+    check_flip(two_iterations, script, base, flip, same_rollout=True, same_weights=True)
+
+
+# -------------------------------------------------------------------------- statistics, actions, evaluation
+
+
+def test_observations_are_counted_after_the_rollout_that_used_them(tmp_path):
+    """Those of one rollout before the training, too."""
+    seen = watched_run(tmp_path / "run", "Pendulum-v1")
+    raw = [data["raw_obs"].double().flatten(0, 1) for data, *_ in seen.rollouts]
+    assert len(raw) == 3 and seen.agent.obs_rms.count == 3 * 64
+    for i in (1, 2):
+        before = torch.cat(raw[:i])
+        expected = (raw[i] - before.mean(0)) / (before.var(0, correction=0) + 1e-8).sqrt()
+        obs = seen.rollouts[i][0]["obs"].flatten(0, 1)
+        torch.testing.assert_close(obs, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("clip_actions", [True, False])
+def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_actions):
+    envs, agent, _, env_state = small_agent("Pendulum-v1", log_std_init=1.0, clip_actions=clip_actions)
+    played, step = [], envs.step
+    envs.step = lambda action: step(played.append(action) or action)
+    actions = play(envs, agent, env_state)[0]["actions"].numpy()
+    assert np.abs(actions).max() > 1.5
+    expected = 2 * (actions.clip(-1, 1) if clip_actions else actions)
+    np.testing.assert_allclose(np.stack(played), expected, rtol=1e-6)
+
+
+@both_scripts
+def test_evaluation_takes_the_first_whole_raw_episode_of_each_environment(script, tmp_path, monkeypatch):
+    """Once with the likeliest actions, once with sampled ones. It changes nothing in the agent."""
+    flags = {"norm_reward": True} if script is ppo else {}
+    _, agent, _, _ = small_agent(ENV_ID[script], script, eval_episodes=5, num_steps=32, **flags)
+    before = {name: x.clone() for name, x in agent.state_dict().items()}
+    episodes, rollout = {0: [], 1: []}, script.rollout
+
+    def watched_rollout(envs, agent, act, env_state, noise):
+        result = rollout(envs, agent, act, env_state, noise)
+        episodes[noise] += result[-1]
+        return result
+
+    monkeypatch.setattr(script, "rollout", watched_rollout)
+    summary = script.evaluate(agent, tmp_path, 0)
+    for noise, name in ((0, "eval"), (1, "eval_sampled")):
+        first = [next(x for x in episodes[noise] if x[0] == n) for n in range(5)]
+        returns, lengths = np.array(first).T[1:]
+        assert summary[f"{name}_mean"] == pytest.approx(returns.mean())
+        assert summary[f"{name}_std"] == pytest.approx(returns.std())
+        if script is ppo:
+            assert (returns == lengths).all()
+        else:
+            assert (lengths == 10).all() and not (returns % 3).any()  # 3 points each
+    assert len(episodes[1]) > 5 and summary["eval_sampled_std"] > 0
+    assert all(torch.equal(x, before[name]) for name, x in agent.state_dict().items())
