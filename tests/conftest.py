@@ -50,15 +50,12 @@ SMALL = {
 }
 both_scripts = pytest.mark.parametrize("script", [ppo, atari], ids=["continuous", "atari"])
 
-
 @pytest.fixture(autouse=True)
 def one_thread_and_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
 
-
 # --------------------------------------------------------------------------------- whole runs of every script
-
 
 def run_python(words, folder, status=0, timeout=300):
     """Start an interpreter in that folder. Returns what it printed: stdout, stderr."""
@@ -66,7 +63,6 @@ def run_python(words, folder, status=0, timeout=300):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout, done.stderr
-
 
 @pytest.fixture(params=SCRIPTS)
 def finished(request, tmp_path_factory):
@@ -85,12 +81,10 @@ def finished(request, tmp_path_factory):
     return SimpleNamespace(script=script, module=importlib.import_module(script), folder=folder,
                            out=printed.read_text())
 
-
 @pytest.fixture
 def run_dir(finished, tmp_path):
     """A copy of the finished run, which a test may change."""
     return shutil.copytree(finished.folder / "run", tmp_path / "run")
-
 
 @pytest.fixture
 def main(tmp_path, monkeypatch, capsys):
@@ -115,16 +109,13 @@ def main(tmp_path, monkeypatch, capsys):
 
     return call_main
 
-
 def read_metrics(run_dir):
     """Rows of metrics.csv."""
     with open(run_dir / "metrics.csv") as file:
         return list(csv.DictReader(file))
 
-
 def load(run_dir):
     return torch.load(run_dir / "checkpoint.pt", weights_only=True)
-
 
 def flat(value, name=""):
     """Tensors and numbers of nested dicts and lists, by the path to them."""
@@ -133,14 +124,11 @@ def flat(value, name=""):
         return {path: x for key, item in items for path, x in flat(item, f"{name}/{key}").items()}
     return {name: value}
 
-
 def flag_docs(module):
     """Trailing comment of each line of Args that is a flag."""
     return dict(re.findall(r"^    (\w+): .+? = .+?  # (.+)$", inspect.getsource(module.Args), re.MULTILINE))
 
-
 # ---------------------------------------------------------------------- small agents of the two PPO scripts
-
 
 @pytest.fixture
 def squares(monkeypatch):
@@ -149,11 +137,9 @@ def squares(monkeypatch):
     monkeypatch.setattr(atari, "make_envs", lambda args, num_envs: (
         probes.Squares if args.env_id == "Squares" else make_envs)(args, num_envs))
 
-
 def small_args(env_id="unused", script=ppo, **flags):
     """Flags of a run that takes a second."""
     return script.Args(env_id=env_id, **SMALL[script] | flags)
-
 
 def small_agent(env_id, script=ppo, **flags):
     """Environments, agent, optimizer state and env_state of a new run, statistics not empty."""
@@ -165,7 +151,6 @@ def small_agent(env_id, script=ppo, **flags):
         agent.obs_rms.update(play(envs, agent, env_state)[0]["raw_obs"])
     return envs, agent, opt, env_state
 
-
 def bare_agent(script=ppo, space=None, **flags):
     """Agent and optimizer state for three observations, or pictures, and two or four actions."""
     space = space or (Box(-1, 1, (2,)) if script is ppo else Discrete(4))
@@ -173,27 +158,22 @@ def bare_agent(script=ppo, space=None, **flags):
     envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (3,)), ale=game)
     return script.make_agent(envs, small_args(script=script, **flags), torch.device("cpu"), None)
 
-
 def in_words(parameter):
     """A test's name for a script or flags."""
     return getattr(parameter, "__name__", str(parameter))
-
 
 def play(envs, agent, env_state, noise=1.0):
     """A rollout: data first, episodes last."""
     script = sys.modules[type(agent).__module__]
     return script.rollout(envs, agent, getattr(agent, "act", agent), env_state, noise)
 
-
 def weights(agent):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-
 
 def coefs_of(args, **changes):
     """What `train_step` takes beside agent and batch: the numbers that may change from step to step."""
     names = ("learning_rate", "clip_coef", "ent_coef", "vf_coef")
     return torch.tensor([changes.get(name, getattr(args, name)) for name in names])
-
 
 def trained(run_dir, env_id, script=ppo, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""
@@ -203,7 +183,6 @@ def trained(run_dir, env_id, script=ppo, **flags):
     agent, _ = script.make_agent(envs, args, torch.device("cpu"), checkpoint)
     envs.close()
     return agent, summary
-
 
 def watched_run(run_dir, env_id, script=ppo, on_step=None, checkpoint=None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.

@@ -40,7 +40,6 @@ class Probe(gym.Env):
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, self.info()
 
-
 class Bandit(Probe):
     """Best action 0.5, best return 0."""
 
@@ -48,7 +47,6 @@ class Bandit(Probe):
 
     def reward(self, action):
         return -((action[0] - 0.5) ** 2)
-
 
 class Chain(Probe):
     """Only the last of five steps is rewarded: the value before step t is gamma^(4 - t)."""
@@ -62,12 +60,10 @@ class Chain(Probe):
     def reward(self, action):
         return self.t == 4
 
-
 class Forever(Probe):
     """Reward 1 in every step, cut by a time limit only: the value is 1 / (1 - gamma)."""
 
     length = None
-
 
 class Line(Probe):
     """Observations 1, 2, 3 and 4; the third step ends the episode, by a time limit or in a terminal state."""
@@ -86,7 +82,6 @@ class Line(Probe):
         end = self.t == 3
         return obs, reward, end and not self.truncate, end and self.truncate, {}
 
-
 class Memory(Probe):
     """The cue, 0 or 1, is seen in step 0 and must be given back in the last of four steps."""
 
@@ -101,7 +96,6 @@ class Memory(Probe):
 
     def reward(self, action):
         return self.t == self.length - 1 and action == self.cue
-
 
 class Masked(Probe):
     """The higher action is the better; in each step, or in the first only, two of four are forbidden."""
@@ -126,7 +120,6 @@ class Masked(Probe):
             raise ValueError(f"action {action} is forbidden")
         return action / 3
 
-
 class Target(Probe):
     """One step that earns the share of the action's components that are those of `target`."""
 
@@ -136,7 +129,6 @@ class Target(Probe):
 
     def reward(self, action):
         return np.mean(np.asarray(action) == self.target)
-
 
 class Shown(Probe):
     """An observation of any space. Where it has a part "target", that is the action which earns 1."""
@@ -153,7 +145,6 @@ class Shown(Probe):
 
     def reward(self, action):
         return isinstance(self.shown, dict) and action == self.shown["target"]
-
 
 class Squares:
     """Stands in for ALE's games: a bright square says which action earns 3 points, RIGHT or LEFT.
@@ -203,7 +194,6 @@ class Squares:
 
     def close(self):
         pass
-
 
 ENVIRONMENTS = {
     "Bandit-v0": (Bandit, {}),

@@ -18,11 +18,9 @@ import ppo_atari as atari
 pytestmark = pytest.mark.usefixtures("squares")
 FIRE, NOOP = ale_py.Action.FIRE, ale_py.Action.NOOP
 
-
 def small_agent(env_id="Breakout", **flags):
     """Two games, agent, optimizer state and env_state of a run that has just begun."""
     return conftest.small_agent(env_id, atari, **{"num_envs": 2, "num_minibatches": 2} | flags)
-
 
 def recorded(envs):
     """List that gets (actions, observations, rewards, terminated, truncated, infos) of every step."""
@@ -35,15 +33,12 @@ def recorded(envs):
     envs.step = step_and_tell
     return told
 
-
 def array(told, name):
     """(T, N) of what the games told in every step."""
     names = ("actions", "obs", "rewards", "terminated", "truncated")
     return np.array([x[names.index(name)] if name in names else x[5][name] for x in told])
 
-
 # --------------------------------------------------------------------------------------- the games themselves
-
 
 def plain_game(args, seed, actions, first_frames):
     """One game after another in a plain loop over ALE, written anew from what the flags promise.
@@ -80,13 +75,11 @@ def plain_game(args, seed, actions, first_frames):
         over = ale.game_over()
         yield seen, reward, 0 < ale.lives() < lives, over
 
-
 def shares(full, size):
     """(size, full): the share of each of `full` pixels in the mean that one of `size` takes."""
     edges, pixels = np.arange(size + 1) * full / size, np.arange(full)
     covered = np.minimum(edges[1:, None], pixels + 1) - np.maximum(edges[:-1, None], pixels)
     return covered.clip(0) * size / full
-
 
 def check_pictures(images, screens):
     """Images (T, S, S, C) are the screens (T, C, H, W), each pixel the mean of the area that it covers.
@@ -96,7 +89,6 @@ def check_pictures(images, screens):
         rows, columns = (shares(full, len(image)) for full in screen.shape[1:])
         expected = (rows @ screen @ columns.T).transpose(1, 2, 0)
         assert np.abs(image - expected).max() < 0.501
-
 
 @pytest.mark.parametrize(("env_id", "steps", "flags"), [
     ("Breakout", 280, {"screen_size": 84}),
@@ -137,7 +129,6 @@ def test_games_are_those_of_a_plain_loop(env_id, steps, flags):
     assert sorted(episodes) == expected_episodes
     assert (episodes or steps < 200) and (data["rewards"].any() or steps < 100)
 
-
 @pytest.mark.parametrize(("env_id", "flags", "frames"), [
     ("Breakout", {"noop_max": 6}, range(1, 6)), ("Breakout", {"noop_max": 0}, [1]),
     ("Breakout", {"noop_max": 4, "fire_reset": False}, range(4)),
@@ -149,7 +140,6 @@ def test_a_game_begins_after_fewer_than_noop_max_frames(env_id, flags, frames):
     for _ in range(20):  # each step is a game
         envs.step(np.zeros(2, int))
     assert set(array(told, "episode_frame_number").flat) == set(frames)
-
 
 @pytest.mark.parametrize(("names", "fire_reset", "first_actions"), [
     ("NOOP FIRE RIGHT LEFT", True, [1]), ("NOOP FIRE RIGHT LEFT", False, [0, 1, 2, 3]),
@@ -163,9 +153,7 @@ def test_fire_is_forced_wherever_it_stands_among_the_actions(names, fire_reset, 
         assert allowed.nonzero().flatten().tolist() == first_actions
     assert mask[0, 1].all()
 
-
 # ------------------------------------------------------------------------------------------------ time limits
-
 
 def test_a_cut_game_is_worth_what_its_last_picture_is():
     """24 steps of games of 10: two cuts each, and none where the rollout ends."""
@@ -189,7 +177,6 @@ def test_a_cut_game_is_worth_what_its_last_picture_is():
     data, _ = play(envs, agent, env_state)
     assert data["dones"].sum() == 4 and not data["final_values"].any()
 
-
 @pytest.mark.parametrize("max_frames", [4, 42])
 def test_short_games_are_counted(max_frames):
     """Also those that are over at a frame at which the next one has not even begun."""
@@ -198,9 +185,7 @@ def test_short_games_are_counted(max_frames):
     episodes = play(envs, agent, env_state)[1]
     assert [x for *_, x in episodes] == [length] * 2 * (32 // length)
 
-
 # ------------------------------------------------------------------------------------------------------ names
-
 
 @pytest.fixture
 def made(monkeypatch):
@@ -208,7 +193,6 @@ def made(monkeypatch):
     names = []
     monkeypatch.setattr("ale_py.vector_env.AtariVectorEnv", lambda name, *_, **__: names.append(name))
     return names
-
 
 def test_names_and_sticky_actions_are_those_of_gymnasium(made):
     gym.register_envs(ale_py)
@@ -221,7 +205,6 @@ def test_names_and_sticky_actions_are_those_of_gymnasium(made):
     assert atari.Args(env_id="Breakout").sticky == 0
     assert atari.Args(env_id="ALE/Breakout-v5", sticky_actions=0.0).sticky == 0
     assert atari.Args(env_id="Breakout", sticky_actions=0.1).sticky == 0.1
-
 
 def test_every_game_has_all_its_spellings_but_those_for_two_players(made):
     """For which ALE would end the process."""
@@ -236,9 +219,7 @@ def test_every_game_has_all_its_spellings_but_those_for_two_players(made):
                 atari.make_envs(small_args(name, atari), 1)
                 assert made.pop() == game
 
-
 # --------------------------------------------------------------------------------------------------- networks
-
 
 @pytest.mark.parametrize(("flags", "num_actions", "count"), [
     ({}, 4, 1_684_128 + 5 * 513), ({"share_network": False}, 18, 2 * 1_684_128 + 19 * 513),
@@ -252,18 +233,15 @@ def test_networks_have_as_many_weights_as_the_papers(flags, num_actions, count):
     agent, _ = bare_agent(atari, Discrete(num_actions), **{"screen_size": 84, "ortho_init": False} | flags)
     assert sum(p.numel() for p in agent.parameters()) == count
 
-
 def random_pictures(n):
     """Observations, RNN state and starts of a feed-forward agent."""
     return torch.randint(256, (1, n, 36, 36, 4), dtype=torch.uint8), torch.zeros(0, n, 16), torch.zeros(1, n)
-
 
 def test_the_value_has_a_network_of_its_own_without_share_network():
     agent, _ = bare_agent(atari, share_network=False)
     agent.get_value(*random_pictures(2)).sum().backward()
     assert [any(p.grad is not None and p.grad.any() for p in trunk.parameters())
             for trunk in agent.trunks] == [False, True]
-
 
 @pytest.mark.parametrize(("scale_obs", "high"), [(True, 1.0), (False, 255.0)])
 def test_pixels_reach_the_network_from_0_to(scale_obs, high):
@@ -275,14 +253,12 @@ def test_pixels_reach_the_network_from_0_to(scale_obs, high):
     assert (seen[0].min(), seen[0].max()) == (0, high)
     torch.testing.assert_close(seen[0], obs[0].permute(0, 3, 1, 2) / 255 * high)
 
-
 def test_bf16_is_used_and_rounds_a_little():
     exact, rounded = (bare_agent(atari, ortho_init=False, precision=name)[0] for name in ("fp32", "bf16"))
     pictures = random_pictures(50)
     exact, rounded = exact.encode(*pictures)[0], rounded.encode(*pictures)[0]
     assert rounded.dtype == torch.float32 and (exact - rounded).abs().max() > 1e-5
     torch.testing.assert_close(rounded, exact, atol=0.02 * exact.max().item(), rtol=0)
-
 
 @pytest.mark.parametrize(("device", "able", "expected"), [
     ("cpu", {"amx_bf16": True}, "bf16"), ("cpu", {"avx2": True}, "fp32"),
@@ -294,7 +270,6 @@ def test_precision_is_bf16_where_that_is_fast(device, able, expected, monkeypatc
     assert atari.choose_precision(atari.Args(), device) == expected
     for precision in ("fp32", "bf16"):
         assert atari.choose_precision(atari.Args(precision=precision), device) == precision
-
 
 @pytest.mark.parametrize(("life", "flags", "value"), [
     (1, {"total_timesteps": 2048}, 1.0),
@@ -313,9 +288,7 @@ def test_the_side_of_a_square_is_learned(life, flags, value, tmp_path, monkeypat
         values = agent.get_value(env_state.obs, env_state.rnn_state, env_state.starts)
     assert values.mean().item() == pytest.approx(value, rel=0.1) and values.std() < 0.1 * value
 
-
 # ------------------------------------------------------------------------------------------ evaluation, video
-
 
 @pytest.fixture
 def all_told(monkeypatch):
@@ -329,7 +302,6 @@ def all_told(monkeypatch):
 
     monkeypatch.setattr(atari, "make_envs", make_recorded)
     return told
-
 
 def test_evaluation_plays_whole_games_with_a_fire_in_each_life(all_told, tmp_path):
     """Its memory begins anew with each life, as in training. Scores are raw, and of the first games only."""
@@ -349,7 +321,6 @@ def test_evaluation_plays_whole_games_with_a_fire_in_each_life(all_told, tmp_pat
         assert (array(told, "actions")[1:][array(told, "terminated")[:-1]] == 1).all()
         del starts[: len(told)]
 
-
 def test_evaluation_of_an_endless_game_ends(all_told, tmp_path):
     """After max_frames, whoever plays: here games of Breakout in which the ball is never lost."""
     _, agent, _, _ = small_agent(max_frames=203, fire_reset=False, episodic_life=False, eval_episodes=1)
@@ -357,7 +328,6 @@ def test_evaluation_of_an_endless_game_ends(all_told, tmp_path):
     summary = atari.evaluate(agent, tmp_path, 0)
     assert [len(told) for told in all_told[1:]] == [64, 64]  # 51 steps, in rollouts of 16
     assert array(all_told[1], "truncated")[:, 0].nonzero()[0].tolist() == [50] and summary["eval_mean"] == 0
-
 
 @pytest.mark.parametrize(("env_id", "flags"), [
     ("ALE/Breakout-v5", {"max_frames": 400}),

@@ -39,27 +39,22 @@ def call(monkeypatch, capsys):
 
     return call_main
 
-
 def score(task, learner, **flags):
     """Score and standard error."""
     columns = ref.score(learner, ref.Args(task=task, **flags))
     return columns["score"], columns["score_se"]
 
-
 def assert_near(measured, expected, expected_se=0.0):
     mean, se = measured
     assert abs(mean - expected) < 4 * np.hypot(se, expected_se), f"{mean:.3f} +- {se:.3f}, not {expected}"
 
-
 # ------------------------------------------------------------------------------------- references, both tasks
-
 
 def test_equals_are_chosen_at_random_and_exploring_takes_any_action():
     rng = np.random.default_rng(0)
     values = ref.explore(np.tile([0.0, 2.0, 2.0], (30_000, 1)), 0.3, rng)
     share = np.bincount(ref.argmax(values, rng)) / 30_000
     np.testing.assert_allclose(share, [0.1, 0.45, 0.45], atol=0.01)
-
 
 @pytest.mark.parametrize("task, learner, expected", [("bandit", ref.random_arm, 0.5),
                                                      ("mdp", ref.random_action, 10)])
@@ -71,7 +66,6 @@ def test_score_estimates_what_raw_does_with_less_noise(task, learner, expected):
     np.testing.assert_allclose(columns["episode_returns"], expected, rtol=0.1)
     assert sum(columns["episode_returns"]) == pytest.approx(columns["score"], abs=1e-3)
 
-
 def test_score_of_who_knows_the_best_arm_has_no_noise():
     args = ref.Args(num_arms=4, episodes=7, trials=1200)
     tasks = [np.random.default_rng((args.seed, start, 0)).random((trials, 4))
@@ -82,9 +76,7 @@ def test_score_of_who_knows_the_best_arm_has_no_noise():
     assert columns["score_se"] < 1e-12
     assert columns["episode_returns"] == [0.8] * 7
 
-
 # ---------------------------------------------------------------------------------------- references, bandits
-
 
 def exact_score(learner, num_arms, num_pulls, epsilon=0.0):
     """Of a learner without randomness but that of equals, and of exploring with `epsilon`."""
@@ -107,7 +99,6 @@ def exact_score(learner, num_arms, num_pulls, epsilon=0.0):
 
     return value(((0, 0),) * num_arms, num_pulls)
 
-
 def test_gittins_is_the_bayes_optimum_over_10_pulls_and_nearly_so_over_14():
     """Two independent computations: indices of single arms, and all that can have been seen."""
     table = ref.gittins_table(14)
@@ -120,7 +111,6 @@ def test_gittins_is_the_bayes_optimum_over_10_pulls_and_nearly_so_over_14():
         assert optimum - gap < exact <= optimum + 1e-9
         assert exact > exact_score(ref.ucb1, num_arms, num_pulls) > 0.99 * exact
 
-
 def test_play_gives_the_exact_mean_score():
     gittins = partial(ref.gittins, table=ref.gittins_table(8))
     for learner in (ref.random_arm, ref.greedy, ref.ucb1, gittins):
@@ -131,12 +121,10 @@ def test_play_gives_the_exact_mean_score():
     exact = exact_score(ref.greedy, 3, 8, epsilon=0.3)
     assert_near(score("bandit", epsilon_greedy, num_arms=3, episodes=8, trials=20_000), exact)
 
-
 def test_ucb1_by_hand():
     found = ref.ucb1(np.array([[1.0, 0.0]]), np.array([[1.0, 1.0]]), 7, None, c=0.5)
     np.testing.assert_allclose(found, [[1 / 2 + 0.5 * np.sqrt(2 * np.log(3) / 4),
                                         1 / 3 + 0.5 * np.sqrt(2 * np.log(3) / 3)]])
-
 
 def test_thompson_samples_the_posterior_and_the_optimistic_one_where_it_is_dense():
     """After 50 of 100 successes a sample is Beta(51, 51); the densest of 20 lies closer to a half."""
@@ -147,9 +135,7 @@ def test_thompson_samples_the_posterior_and_the_optimistic_one_where_it_is_dense
     assert ref.thompson(counts, 0 * counts, 1, rng).mean() == pytest.approx(51 / 52, abs=1e-3)
     assert_near(score("bandit", ref.thompson, num_arms=5, trials=2000), 5.7, 0.07)
 
-
 # ------------------------------------------------------------------------------------------- references, MDPs
-
 
 def test_sampled_mdps_have_the_tasks_distributions():
     mdps = ref.sample_mdps(2000, np.random.default_rng(0))
@@ -160,13 +146,11 @@ def test_sampled_mdps_have_the_tasks_distributions():
     optima = ref.optimal_value(mdps)
     assert_near(ref.mean_and_error(optima), ref.MEAN_OPTIMUM, ref.MEAN_OPTIMUM_SE)
 
-
 def test_who_knows_the_mdp_collects_its_optimum():
     mdps = ref.sample_mdps(1000, np.random.default_rng(0))
     known = ref.plan(mdps.means, partial(ref.expectation, mdps.transitions), ref.HORIZON)
     _, expected = ref.play_mdp(lambda *_, horizon: known, mdps, 2, np.random.default_rng(1))
     assert_near(ref.mean_and_error(expected.mean(-1) - ref.optimal_value(mdps)), 0)
-
 
 def test_what_a_learner_has_seen_before_each_episode():
     rng, seen = np.random.default_rng(0), []
@@ -184,7 +168,6 @@ def test_what_a_learner_has_seen_before_each_episode():
     low, high = mdps.means[0, :, 1].min(), mdps.means[0, :, 1].max()
     assert np.all((expected >= 4 * low) & (expected <= 4 * high))
 
-
 def test_optimistic_expectation_is_the_best_in_the_ball():
     rng = np.random.default_rng(0)
     candidates = rng.dirichlet(np.ones(3), 20_000)
@@ -195,7 +178,6 @@ def test_optimistic_expectation_is_the_best_in_the_ball():
         best = max([chances @ values, *(inside @ values)])
         assert best - 1e-12 <= found <= best + 0.1
     assert found == pytest.approx(values.max())
-
 
 def test_values_of_the_mdp_learners_by_hand():
     """The first of two steps has the reward and the best that may follow, the last only the reward."""
@@ -217,7 +199,6 @@ def test_values_of_the_mdp_learners_by_hand():
     best_of_5 = np.mean([ref.opsrl(seen, rng, 1)[0, 0, 0] for _ in range(1000)], 0)
     np.testing.assert_allclose(best_of_5 - [3 / 4, -2 / 4], 1.163 / 2, atol=0.06)  # of 5 normal ones
 
-
 def test_ucrl2_by_hand():
     """State 1 pays 1; all actions were tried 100 times and led to either state in half of them."""
     rewards, transitions = np.array([[[0.0, 0.0], [100.0, 100.0]]]), np.full((1, 2, 2, 2), 50.0)
@@ -227,7 +208,6 @@ def test_ucrl2_by_hand():
     bonus, slack = 0.1 * np.sqrt(4 * log / 100), 0.1 * np.sqrt(4 * 2 * log / 100)
     np.testing.assert_allclose(q[1, 0, :, 0], [bonus, 1 + bonus], atol=1e-4)
     np.testing.assert_allclose(q[0, 0, :, 0], q[1, 0, :, 0] + bonus + 1 / 2 + slack / 2, atol=1e-4)
-
 
 PUBLISHED = [  # task, learner, flags; score and standard error of 1000 trials
     ("bandit", ref.thompson, {"episodes": 100}, 75.21, 0.11),
@@ -241,14 +221,12 @@ PUBLISHED = [  # task, learner, flags; score and standard error of 1000 trials
     ("mdp", partial(ref.beb, scaling=3e-3), {}, 150.2, 0.9),
 ]
 
-
 @pytest.mark.slow
 def test_learners_score_as_published():
     for task, learner, flags, published, se in PUBLISHED:
         assert_near(score(task, learner, trials=1000, **flags), published, se)
     mean, se = score("mdp", ref.bucb_vi, trials=1000)
     assert mean - 4 * se > 150.2  # above the best of the published ones
-
 
 def test_what_rl2_meta_prints_is_in_the_table():
     """Of a learner with several settings the best; and of ten pulls what can be computed."""
@@ -265,7 +243,6 @@ def test_what_rl2_meta_prints_is_in_the_table():
         assert printed["UCB1"] == pytest.approx(exact_score(partial(ref.ucb1, c=0.1), arms, 10), abs=5e-4)
         assert printed["Bayes optimum"] == pytest.approx(ref.bayes_optimum(arms, 10), abs=5e-4)
 
-
 def test_references_are_added_to_a_table(call, tmp_path):
     path = tmp_path / "new" / "table.csv"
     flags = "--episodes", 4, "--num-arms", 3, "--trials", 50
@@ -279,15 +256,12 @@ def test_references_are_added_to_a_table(call, tmp_path):
     assert all(bool(row["episode_returns"]) == bool(row["trials"]) for row in rows)  # bounds have neither
     assert call(ref, *flags) == first
 
-
 @pytest.mark.parametrize("flags", ["--num-arms 0", "--trials 1", "--seed -1", "--learners sarsa", "--csv ."])
 def test_bad_flags_of_references_get_one_sentence(call, flags):
     error = call(ref, *flags.split(), status=2)
     assert error.startswith("error: ") and error.count("\n") == 1
 
-
 # -------------------------------------------------------------------------- scores, curves, ablations, speed
-
 
 def test_table_of_scores(call, tmp_path):
     """Muesli's greedy return is that of more episodes; only runs that may stop early are put together."""
@@ -307,7 +281,6 @@ def test_table_of_scores(call, tmp_path):
     assert "| 440, 400 | 400 to 440 |" in call(scores, kept, "--bootstrap")
     low, high = scores.interval([0.0] * 50 + [2.0] * 50)  # std 1, of the mean 0.1
     assert (low, high) == pytest.approx((1 - 0.196, 1 + 0.196), abs=0.03)
-
 
 def test_rows_and_curves_of_runs(call, tmp_path):
     """Two short runs of Muesli: rebuilt command, evaluations, curves that are kept and drawn."""
@@ -333,7 +306,6 @@ def test_rows_and_curves_of_runs(call, tmp_path):
     np.testing.assert_allclose(axis.lines[0].get_ydata()[200], axis.lines[0].get_xdata()[200] + 2)
     assert "second run" in call(plot, runs[0], runs[0], "--csv", kept, status=2)
 
-
 def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
     call(plot, "--overview", "--output", tmp_path / "overview.png")
     table = call(ablations, plot.RESULTS / "ablations.csv", "--output", tmp_path / "ablations.png")
@@ -341,14 +313,12 @@ def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_p
     for name in ("overview", "ablations"):
         assert imread(tmp_path / f"{name}.png").shape[1] > 1200
 
-
 def test_speed_of_a_script(call, tmp_path):
     flags = "--flags=--num-trials 16 --total-timesteps 480"
     table = call(speed, "--settings", "Bandit", "--rounds", 1, flags, "--csv", tmp_path / "speed.csv")
     [row] = tables.read_csv(tmp_path / "speed.csv")
     assert int(row["sps"]) > 10 and int(row["peak_mib"]) > 50 and 0.5 < float(row["startup_s"]) < 100
     assert f"| Bandit | script | {row['sps']} | 1.00 |" in table
-
 
 def test_speed_is_the_median_after_the_first_row(tmp_path, monkeypatch):
     for name, rate in (("fast", 100), ("slow", 10)):
@@ -361,20 +331,16 @@ def test_speed_is_the_median_after_the_first_row(tmp_path, monkeypatch):
     with pytest.raises(tables.UsageError, match="no git commit"):
         speed.find_script("no-such-commit", "rl2_meta.py", tmp_path)
 
-
 # ------------------------------------------------------------------------------------------------- adaptation
-
 
 def a_run(env_id, seed, curve, greedy, command="python rl2_meta.py", exp_name="rl2_meta"):
     return {"env_id": env_id, "exp_name": exp_name, "seed": str(seed), "command": command,
             "trial_return_greedy_mean": str(greedy), "trial_return_mean": str(sum(curve)),
             "episode_returns": json.dumps(curve)}
 
-
 def a_reference(learner, score, curve=(), arms="5", setting=""):
     return {"task": "bandit", "num_arms": arms, "episodes": "3", "learner": learner, "setting": setting,
             "score": str(score), "episode_returns": json.dumps(curve) if curve else ""}
-
 
 RUNS = [a_run("AntDir", 1, [100.0, 300.0], 405.4),
         a_run("Bandit", 1, [0.5, 0.6, 0.7], 1.9),
@@ -389,14 +355,12 @@ CELLS = ["Bandit, 5 arms, 3 pulls|2|2.000 ± 0.141|1.950 ± 0.212|1.500|-|1.900 
          "Bandit, 50 arms, 10 pulls (wide)|1|5.100|5.000|-|-|-|-|-|-",
          "AntDir, 2 episodes|1|405.4|400.0|-|-|-|-|-|-"]
 
-
 @pytest.fixture
 def paths(tmp_path):
     """Tables of runs and of references."""
     tables.write_csv(tmp_path / "rl2.csv", RUNS)
     tables.write_csv(tmp_path / "references.csv", REFERENCES)
     return tmp_path / "rl2.csv", tmp_path / "references.csv"
-
 
 def test_table_and_figure_of_adaptation(call, paths, tmp_path):
     """Settings are grouped, the best of a reference is shown, a panel has the mean and std over seeds."""
@@ -416,7 +380,6 @@ def test_table_and_figure_of_adaptation(call, paths, tmp_path):
     assert shade.max() == pytest.approx(0.8 + np.sqrt(0.02))  # the std of 0.7 and 0.9
     with pytest.raises(tables.UsageError, match="two runs of Bandit, 5 arms, 3 pulls, seed 2"):
         adaptation.group([*RUNS, RUNS[2]])
-
 
 @pytest.mark.parametrize("content", [None, "", "env_id,seed\n", "task,score\nbandit,1\n"])
 def test_bad_tables_get_one_sentence_and_leave_the_old_one(call, paths, tmp_path, content):

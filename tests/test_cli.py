@@ -24,15 +24,12 @@ PPO_SCRIPTS = ("ppo_continuous", "ppo_atari")
 all_scripts = pytest.mark.parametrize("script", SCRIPTS)
 finished_ppo = pytest.mark.parametrize("finished", [PPO], indirect=True)
 
-
 def unboxed(text):
     """Text in tyro's boxes on one line, without colors."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return re.sub(r"[\s│╭╮╰╯─]+|-{5,}", " ", text)
 
-
 # ----------------------------------------------------------------------------------------------------- help
-
 
 @all_scripts
 def test_help_shows_every_flag_with_its_comment(script, main):
@@ -44,7 +41,6 @@ def test_help_shows_every_flag_with_its_comment(script, main):
         assert re.search(rf" --{name.replace('_', '-')}\b", text), name
         assert " ".join(doc.split()) in text, f"{name}: {doc}"
     assert "--resume runs/RUN" in text  # the docstring's commands
-
 
 @pytest.mark.parametrize(("script", "details"), [
     (PPO, {*range(1, 14), *range(23, 38)}), ("ppo_atari", {*range(1, 23), *range(32, 37)} - {12, 21}),
@@ -58,9 +54,7 @@ def test_every_detail_is_tagged(script, details):
     assert tags[0] >= details
     assert tags[1] >= details - {12, 23, 25, 37}  # what is logged, the distributions
 
-
 # -------------------------------------------------------------------------------------------------- presets
-
 
 @pytest.fixture
 def args_of(main, monkeypatch):
@@ -71,7 +65,6 @@ def args_of(main, monkeypatch):
         main(script, flags)
         return got[0]
     return parse
-
 
 @pytest.mark.parametrize(("script", "name"), [(script, name) for script in SCRIPTS
                                               for name in importlib.import_module(script).PRESETS])
@@ -86,7 +79,6 @@ def test_every_preset_is_taken(script, name, args_of):
         bare = module.Args(env_id=name, preset="none")
         assert args_of(script, f"--env-id {name} --preset none") == bare
 
-
 CLEANRL = {"anneal_lr": True, "adam_eps": 1e-5, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True,
            "clip_vloss": True, "anneal_clip": False, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None,
            "ortho_init": True, "recompute_adv": False, "norm_value": False, "truncation_bootstrap": False}
@@ -98,7 +90,6 @@ CLEANRL_CONTINUOUS = CLEANRL | {
 CLEANRL_ATARI = CLEANRL | {
     "num_envs": 8, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4, "learning_rate": 2.5e-4,
     "clip_coef": 0.1, "ent_coef": 0.01, "share_network": True, "frame_stack": 4, "precision": "fp32"}
-
 
 @pytest.mark.parametrize(("script", "flags", "preset", "values"), [
     (PPO, "--env-id Swimmer-v5 --gamma 0.9 --norm-value", "Swimmer-v5",
@@ -117,9 +108,7 @@ def test_flags_win_over_presets(script, flags, preset, values, args_of):
     assert args.preset == preset
     assert {name: getattr(args, name) for name in values} == values
 
-
 # ------------------------------------------------------------------------------------------------ bad input
-
 
 def own_env(render_mode=None, **spaces):
     """CartPole that renders nothing, with other spaces."""
@@ -129,13 +118,11 @@ def own_env(render_mode=None, **spaces):
         setattr(env, name, space)
     return env
 
-
 LEVELS = gym.spaces.Box(0, 9, (2,), int)
 for name, spaces in {"Blind-v0": {}, "Words-v0": {"observation_space": gym.spaces.Sequence(LEVELS)},
                      "Levels-v0": {"action_space": LEVELS}}.items():
     gym.register(name, own_env, kwargs=spaces)
 gym.register("NoLimit-v0", gym.spec("CartPole-v1").entry_point)
-
 
 COMMON = [
     ("--gamma 1.5", "gamma = 1.5 is not in range: 0 to 1"),
@@ -204,10 +191,8 @@ BAD_FLAGS = {
     ],
 }
 
-
 def contents(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-
 
 @pytest.fixture
 def refused(main, tmp_path):
@@ -221,13 +206,11 @@ def refused(main, tmp_path):
         return unboxed(err)
     return call
 
-
 @pytest.mark.parametrize(("script", "flags", "words"), [
     (script, *row) for script, rows in BAD_FLAGS.items() for row in COMMON + rows])
 @pytest.mark.filterwarnings("ignore:.*render_mode")
 def test_bad_flags(script, flags, words, refused):
     assert words in refused(script, f"{SHORT[script]} {flags}")
-
 
 @all_scripts
 def test_every_number_has_a_range(script):
@@ -241,7 +224,6 @@ def test_every_number_has_a_range(script):
             with pytest.raises(module.UsageError, match=f"{name} = {value} is not in range: "):
                 replace(default, **{name: value}).check(*more)
 
-
 @pytest.mark.parametrize(("script", "package", "flags"), [
     (PPO, "wandb", "--track"), ("muesli_cartpole", "wandb", "--track"), ("rl2_meta", "wandb", "--track"),
     ("ppo_atari", "wandb", "--track"), ("ppo_atari", "ale_py", ""),
@@ -252,16 +234,13 @@ def test_a_missing_package_is_one_sentence(script, package, flags, refused, monk
     monkeypatch.setitem(sys.modules, package, None)
     assert package in refused(script, f"{SHORT[script]} {flags}")
 
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
 
 def change(path, part, **values):
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[part] |= values
     torch.save(checkpoint, path)
-
 
 @finished_ppo
 @pytest.mark.parametrize(("spoil", "flags", "words"), [
@@ -281,12 +260,10 @@ def test_bad_run_folder(spoil, flags, words, finished, run_dir, refused):
         spoil(run_dir / "checkpoint.pt")
     assert words in refused(PPO, flags)
 
-
 OTHER_ENV = {"ppo_continuous": "--env-id Acrobot-v1", "ppo_atari": "--env-id SpaceInvaders",
              "muesli_cartpole": "--env-id Acrobot-v1", "rl2_meta": "--num-arms 6"}
 WEIGHTS = {"ppo_continuous": [("opt", "params")], "ppo_atari": [("opt", "params")],
            "muesli_cartpole": [("opt", "params"), ("opt", "target")], "rl2_meta": [("agent", "actor.bias")]}
-
 
 def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
     """Of another environment, with weights that are not finite, of another script."""
@@ -306,9 +283,7 @@ def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
     change(path, "args", **asdict(other.Args()))
     assert "'run' holds no run of this script: " in refused(script, "--resume run")
 
-
 # -------------------------------------------------------------------------------- what stops a running script
-
 
 @pytest.mark.parametrize(("script", "part", "name"), [
     *((script, "losses", "policy_loss") for script in PPO_SCRIPTS), ("rl2_meta", "losses", "policy_loss"),
@@ -344,7 +319,6 @@ def test_what_is_not_finite_stops_the_run(script, part, name, main, tmp_path, mo
     assert all(x.isfinite().all() for x in saved["agent"].values())
     assert not (run_dir / "summary.json").exists()
 
-
 @all_scripts
 @pytest.mark.parametrize("moment", ["make_agent", "train_step", "evaluate"])
 def test_ctrl_c_has_status_130(script, moment, main, tmp_path, monkeypatch):
@@ -354,9 +328,7 @@ def test_ctrl_c_has_status_130(script, moment, main, tmp_path, monkeypatch):
     assert "Error" not in err and not (tmp_path / "run" / "summary.json").exists()
     assert (tmp_path / "run" / "checkpoint.pt").exists() == (moment == "evaluate")
 
-
 # ------------------------------------------------------------------------------------- run folders, console
-
 
 @pytest.mark.parametrize(("flags", "name"), [
     ({}, "CartPole-v1__ppo_continuous__1__1000"),
@@ -371,7 +343,6 @@ def test_default_run_folders(flags, name, tmp_path, monkeypatch):
         log = ppo.RunLog(ppo.Args(**{"env_id": "CartPole-v1"} | flags), 0)
         log.writer.close()
         assert log.run_dir == Path("runs", f"{name}{end}") and (log.run_dir / "args.json").exists()
-
 
 def test_progress_is_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     """Where there is no terminal. No return yet is "-"."""
@@ -389,7 +360,6 @@ def test_progress_is_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     returns = [line.split("return ")[1].strip() for line in lines if "return" in line]
     assert set(returns) == {"-", "7.0"} and sorted(returns) == returns
 
-
 def test_weights_and_biases_are_told_everything(main, monkeypatch):
     told = []
     wandb = ModuleType("wandb")
@@ -400,9 +370,7 @@ def test_weights_and_biases_are_told_everything(main, monkeypatch):
     assert (settings["project"], settings["entity"], settings["name"]) == ("ppo", "team", "run")
     assert settings["config"]["num_envs"] == 2 and settings["sync_tensorboard"]
 
-
 # ----------------------------------------------------------------------------------------------- evaluation
-
 
 @finished_ppo
 def test_a_tracked_run_is_evaluated_without_weights_and_biases(finished, run_dir, main, monkeypatch):
@@ -410,7 +378,6 @@ def test_a_tracked_run_is_evaluated_without_weights_and_biases(finished, run_dir
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(PPO, "--evaluate run")[0] in finished.out
     assert "after 128 steps: 1 episodes, sampled" in main(PPO, "--evaluate run --eval-episodes 1")[0]
-
 
 OWN = """
 import gymnasium as gym
@@ -422,7 +389,6 @@ def sample(env, rng):
     env.masscart = rng.uniform(0.5, 2)
 """
 ZERO_REWARDS = """--env-kwargs '{"sutton_barto_reward": true}'"""
-
 
 @pytest.mark.parametrize(("script", "flags", "videos", "score"), [
     (PPO, ZERO_REWARDS, 1, 0.0), ("muesli_cartpole", ZERO_REWARDS, 1, 0.0),
@@ -445,7 +411,6 @@ def test_environments_and_samplers_of_a_module_in_the_current_folder(script, fla
             assert round(clip.duration * clip.fps) in (7, 8)
             assert clip.get_frame(clip.duration / 2).std() > 1
 
-
 @pytest.mark.parametrize("finished", [PPO, "muesli_cartpole"], indirect=True)
 @pytest.mark.parametrize(("env_id", "limit"), [("CartPole-v1", 500), ("NoLimit-v0", 27_000)])
 def test_episodes_without_an_end_are_cut(env_id, limit, finished, run_dir, main, monkeypatch):
@@ -462,9 +427,7 @@ def test_episodes_without_an_end_are_cut(env_id, limit, finished, run_dir, main,
     assert (out + err).count("have no end: cut after") == 2 and f"cut after {limit} steps" in out
     assert out.count("return 2.0 +- 2.8, from 0.0 to 6.0") == 2
 
-
 # --------------------------------------------------------------------------------------------- live changes
-
 
 @pytest.mark.parametrize("script", PPO_SCRIPTS)
 def test_live_changes(script, main, tmp_path, monkeypatch):
@@ -493,7 +456,6 @@ def test_live_changes(script, main, tmp_path, monkeypatch):
     assert [float(row["learning_rate"]) == 1e-3 for row in rows] == [False] * 2 + [True] * 5
     assert [int(row["epochs"]) for row in rows] == [2] * 5 + [1] * 2
 
-
 @pytest.mark.parametrize("content", [
     '{"vf_coef": 1' + "0" * 400 + "}", '{"vf_coef": "high"}', "[1, 2]", "\xff", '{"learning_rate": NaN}',
     '{"target_kl": "0.02"}', '{"update_epochs": 0}', '{"clip_coef": -1}', '{"ent_coef": null}', None])
@@ -510,9 +472,7 @@ def test_a_live_file_that_is_not_understood_changes_nothing(content, tmp_path, c
     assert not path.exists() and (tmp_path / "live-96.json").exists()
     assert ppo.read_live(args, log, 128) is args and capsys.readouterr().out == ""
 
-
 # ------------------------------------------------------------------------------------------------ compilation
-
 
 @pytest.mark.parametrize(("finished", "precision"), [
     (PPO, ""),
@@ -531,7 +491,6 @@ def test_a_compiled_run_agrees_with_eager(finished, precision, main, tmp_path):
         one, two = (float(rows[0][name]) for rows in (compiled, eager))
         assert one == pytest.approx(two, rel=rel, abs=abs_), name
 
-
 def test_a_broken_compiler_is_one_sentence(main, tmp_path, monkeypatch):
     from torch._inductor import config
 
@@ -543,7 +502,6 @@ def test_a_broken_compiler_is_one_sentence(main, tmp_path, monkeypatch):
     error = [line for line in err.replace("\x1b[A", "").splitlines() if line and "steps, " not in line]
     assert len(error) == 1 and error[0].startswith("error: ")
     assert "ompiler" in error[0] and "--no-compile" in error[0]
-
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("script", "place"), [(PPO, "args"), (PPO, "global"), ("ppo_atari", "args")])
@@ -579,7 +537,6 @@ def test_a_number_that_changes_is_not_frozen_by_compilation(script, place, backe
     assert (params[1] - params[0]).abs().max() > 1e-5
     assert (params[2] - params[1]).abs().max() < 1e-9
 
-
 # ------------------------------------------------------------------------------------------------- torchrun
 
 RANKS = """
@@ -612,7 +569,6 @@ IN_TWO_PROCESSES = {
     "rl2_meta": """--env-id TabularMDP --preset none --episodes-per-trial 2 --test-every 1
         --total-timesteps 2560""",
 }
-
 
 def test_two_processes_train_the_same_weights(tmp_path, monkeypatch, main):
     """All scripts one after the other, as a start takes longer than their runs."""

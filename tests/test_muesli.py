@@ -19,7 +19,6 @@ SMALL = {"num_envs": 4, "hidden_size": 32, "batch_size": 8, "seq_len": 8, "unrol
          "eval_frequency": 0, "learning_starts": 100, "eval_episodes": 5}
 CPU = torch.device("cpu")
 
-
 class Choice(Probe):
     """Actions 3 and 4; only the last of five steps pays: 1 for action 4."""
 
@@ -31,14 +30,11 @@ class Choice(Probe):
     def reward(self, action):
         return self.t == 4 and action == 4
 
-
 gym.register("MuesliChoice-v0", Choice)
 gym.register("MuesliForever-v0", Forever)
 
-
 def small_args(**flags):
     return muesli.Args(**SMALL | flags)
-
 
 def small_agent(args):
     """An agent of random weights, online and target ones of their own."""
@@ -48,7 +44,6 @@ def small_agent(args):
         opt[name].normal_(std=0.3)
     return agent, opt
 
-
 def random_batch(args):
     """Rows (W, B, ...) of any kind: a fifth end an episode, half of those by a time limit."""
     shape = args.window, args.batch_size
@@ -57,7 +52,6 @@ def random_batch(args):
             "behavior": torch.randn(*shape, 3).softmax(-1), "last": last,
             "terminal": last * (torch.rand(shape) < 0.5)}
 
-
 def playing(env_id, **flags):
     """Environments, agent and env_state of a new run."""
     args = small_args(env_id=env_id, **flags)
@@ -65,12 +59,10 @@ def playing(env_id, **flags):
     agent, _ = muesli.make_agent(envs, args, CPU, None)
     return envs, agent, muesli.reset_envs(envs, args.seed, 0, 0)
 
-
 def test_signed_hyperbolic_has_its_inverse_and_known_values():
     x = torch.tensor([-300.0, -1.0, 0.0, 0.01, 1.0, 100.0, 500.0], dtype=torch.float64)
     torch.testing.assert_close(muesli.signed_parabolic(muesli.signed_hyperbolic(x)), x)
     assert muesli.signed_hyperbolic(torch.tensor(-100.0)).item() == pytest.approx(1 - math.sqrt(101) - 0.1)
-
 
 def test_two_hot_has_the_mean_it_is_given():
     support = torch.linspace(-2, 3, 11)
@@ -79,7 +71,6 @@ def test_two_hot_has_the_mean_it_is_given():
     torch.testing.assert_close(weights @ support, x.clamp(-2, 3))  # beyond the support: its ends
     torch.testing.assert_close(weights.sum(-1), torch.ones(7))
     assert ((weights > 1e-6).sum(-1) <= 2).all() and (weights >= 0).all()
-
 
 @pytest.mark.parametrize(("low", "high", "bins"), [(-2, 220, 51), (-120, 2, 51), (0, 1, 3), (-7, 0.001, 10)])
 def test_support_holds_its_bounds_and_zero(low, high, bins):
@@ -93,7 +84,6 @@ def test_support_holds_its_bounds_and_zero(low, high, bins):
     logits = (muesli.two_hot(muesli.signed_hyperbolic(value), support) + 1e-12).log()
     torch.testing.assert_close(agent.scalar(logits), value, rtol=1e-3, atol=1e-3)
 
-
 @pytest.mark.parametrize("clip", [0.5, 1.0, 3.0])
 def test_cmpo_moves_at_most_tanh_of_half_the_clip(clip):
     args = small_args(cmpo_clip=clip)
@@ -106,13 +96,11 @@ def test_cmpo_moves_at_most_tanh_of_half_the_clip(clip):
     worst = muesli.cmpo(torch.tensor([share, 1 - share]), torch.tensor([9.0, -9.0]), args)
     assert (worst[0] - share).item() == pytest.approx(math.tanh(clip / 2), rel=1e-5)
 
-
 def test_sampled_cmpo_leaves_one_out():
     """A prior that always takes one action: N equal samples of gain g have weight g N / (1 + (N - 1) g)."""
     args, gain = small_args(cmpo="sampled", cmpo_samples=4), math.exp(0.5)
     weights = muesli.cmpo(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, -1.0]]), args)
     torch.testing.assert_close(weights, torch.tensor([[4 * gain / (1 + 3 * gain), 0.0]]))
-
 
 def test_sampled_cmpo_tends_to_the_exact_one():
     prior, advantages = torch.randn(20, 4).softmax(-1), torch.randn(20, 4)
@@ -120,7 +108,6 @@ def test_sampled_cmpo_tends_to_the_exact_one():
     few, many = ((muesli.cmpo(prior, advantages, small_args(cmpo="sampled", cmpo_samples=n)) - exact).abs()
                  for n in (16, 4096))
     assert many.mean() < 0.01 and many.mean() < few.mean() / 4
-
 
 @pytest.mark.parametrize("flags", [
     {}, {"retrace_lambda": 0.5}, {"retrace": False}, {"prior_behavior": 0.4}, {"prior_uniform": 0.4},
@@ -173,7 +160,6 @@ def test_targets_equal_a_plain_loop(flags):
     for name, x in expected.items():
         torch.testing.assert_close(results[name], x, rtol=1e-3, atol=1e-4)
 
-
 def test_an_lstm_as_the_model_carries_its_cell():
     agent, _ = small_agent(small_args(dynamics="lstm"))
     lstm = torch.nn.LSTM(3, 32)
@@ -183,7 +169,6 @@ def test_an_lstm_as_the_model_carries_its_cell():
     for action in actions:
         state = agent.online.step(state, action)
     torch.testing.assert_close(state, torch.cat(expected, -1)[0])
-
 
 @pytest.mark.parametrize("detach_ratio", [True, False])
 def test_losses_and_their_gradients_equal_a_plain_loop(detach_ratio):
@@ -238,7 +223,6 @@ def test_losses_and_their_gradients_equal_a_plain_loop(detach_ratio):
     gradients = [torch.autograd.grad(x, outputs) for x in (loss, expected)]
     torch.testing.assert_close(*gradients)
 
-
 def test_adamw_is_that_of_pytorch():
     args = small_args(weight_decay=0.01, clip_update=0.0)
     weight, grads = torch.nn.Parameter(torch.randn(50)), torch.randn(20, 50)
@@ -249,7 +233,6 @@ def test_adamw_is_that_of_pytorch():
         muesli.adamw_step(opt, weight.grad, 0.01, args)
         reference.step()
     torch.testing.assert_close(opt["params"], weight.detach(), rtol=1e-4, atol=1e-5)
-
 
 @pytest.mark.parametrize(("clip", "moved"), [(0.0, 1.0), (0.4, 0.4)])
 def test_an_update_moves_the_online_network_which_the_target_follows(clip, moved):
@@ -264,7 +247,6 @@ def test_an_update_moves_the_online_network_which_the_target_follows(clip, moved
     for network, name in ((agent.target, "target"), (agent.online, "params")):
         assert torch.equal(torch.nn.utils.parameters_to_vector(network.parameters()), opt[name])
     assert losses[-1].item() == pytest.approx(10 * opt["exp_avg"].norm().item(), rel=1e-3)
-
 
 @pytest.mark.parametrize(("env_id", "terminal"), [("Chain-v0", 1), ("Forever-v0", 0)])
 def test_rows_of_a_rollout(env_id, terminal):
@@ -283,7 +265,6 @@ def test_rows_of_a_rollout(env_id, terminal):
     _, policy = agent.act(rows["obs"].flatten(0, 1), False)
     torch.testing.assert_close(rows["behavior"].flatten(0, 1), policy)
 
-
 def test_actions_are_drawn_from_the_target_networks_policy():
     agent, _ = small_agent(small_args(prior_uniform=0.2))
     obs = torch.randn(1, 4)
@@ -292,7 +273,6 @@ def test_actions_are_drawn_from_the_target_networks_policy():
     torch.testing.assert_close(policy, expected.expand(20_000, 3))
     torch.testing.assert_close(actions.bincount(minlength=3) / 20_000, expected[0], atol=0.015, rtol=0)
     assert (agent.act(obs.expand(20_000, 4), greedy=True)[0] == expected.argmax()).all()
-
 
 def counting_replay(end, rows_at_once=1, capacity=10):
     """Two environments whose rewards count their rows; the second observes 100 more."""
@@ -303,11 +283,9 @@ def counting_replay(end, rows_at_once=1, capacity=10):
         replay.add({"obs": (i + torch.tensor([0, 100])).unsqueeze(-1), "rewards": zeros + i, "last": zeros})
     return replay
 
-
 def window_args(batch_size, replay_share):
     """Sequences of four rows, two of them roots."""
     return small_args(batch_size=batch_size, replay_share=replay_share, seq_len=2, unroll_steps=1)
-
 
 @pytest.mark.parametrize("rows_at_once", [1, 3])
 def test_sequences_are_consecutive_also_where_the_ring_closes(rows_at_once):
@@ -318,7 +296,6 @@ def test_sequences_are_consecutive_also_where_the_ring_closes(rows_at_once):
     assert torch.equal(batch["obs"][..., 0] % 100, steps.long())
     assert steps[0].unique().tolist() == list(range(14, 21))  # the newest ten rows, all of them
     assert (batch["obs"] >= 100).float().mean().item() == pytest.approx(0.5, abs=0.1)
-
 
 @pytest.mark.parametrize(("share", "newest"), [(0.0, 16), (0.75, 4), (0.95, 1), (1.0, 0)])
 def test_share_of_the_replay(share, newest):
@@ -332,14 +309,12 @@ def test_share_of_the_replay(share, newest):
         batch = counting_replay(11, capacity=40).sample(window_args(16, 0.0))
         assert len(batch["obs"][0].unique()) == 16
 
-
 def trained(run_dir, **flags):
     """Agent of the last checkpoint, and summary of a whole run."""
     summary = muesli.train(small_args(run_dir=str(run_dir), **flags))
     checkpoint, args = muesli.load_checkpoint(run_dir)
     agent, _ = muesli.make_agent(muesli.make_envs(args, 1), args, CPU, checkpoint)
     return agent, summary
-
 
 def test_a_checkpoint_cuts_episodes_like_a_time_limit_and_a_full_replay_is_resumed(tmp_path):
     """Rollouts of four steps, then a row for what they led to; the last 28 rows are kept."""
@@ -361,7 +336,6 @@ def test_a_checkpoint_cuts_episodes_like_a_time_limit_and_a_full_replay_is_resum
     assert torch.equal(rows["last"], (row % 5 == 4).float()) and not rows["rewards"].any()
     assert rows["behavior"][row % 5 == 4].eq(0.5).all()  # it is part of the prior
 
-
 @pytest.mark.parametrize("dynamics", ["residual", "lstm"])
 def test_learns_values_and_what_actions_do(dynamics, tmp_path):
     agent, _ = trained(tmp_path / "run", env_id="MuesliChoice-v0", dynamics=dynamics, gamma=0.5, tau=0.1,
@@ -380,7 +354,6 @@ def test_learns_values_and_what_actions_do(dynamics, tmp_path):
     torch.testing.assert_close(agent.scalar(value[0]), expected, atol=0.15, rtol=0)
     assert abs(agent.scalar(value[1])[4]) < 0.1  # of the absorbing state after the last step
 
-
 def evaluated(monkeypatch, run_dir, returns, train_step=lambda *_: None, **flags):
     """Summary of a run that learns nothing and whose evaluations find these returns, in turn."""
     results = iter(returns)
@@ -388,7 +361,6 @@ def evaluated(monkeypatch, run_dir, returns, train_step=lambda *_: None, **flags
     monkeypatch.setattr(muesli, "train_step", train_step)
     flags = {"env_id": "MuesliForever-v0", "total_timesteps": 400} | flags
     return muesli.train(small_args(run_dir=str(run_dir), **flags))
-
 
 @pytest.mark.parametrize(("anneal_lr", "share"), [(True, 1.0), (False, 0.0)])
 @pytest.mark.parametrize(("learning_starts", "first"), [(100, 104), (0, 48)])  # 12 rows are a sequence
@@ -398,13 +370,11 @@ def test_learning_rates_of_updates(learning_starts, first, anneal_lr, share, mon
               learning_rate=2.0, anneal_lr=anneal_lr, learning_starts=learning_starts)
     assert rates == pytest.approx(2 * (1 - share * np.arange(first, 401, 8) / 400))
 
-
 def test_targets_beyond_the_support_are_said_once(monkeypatch, tmp_path, capsys):
     evaluated(monkeypatch, tmp_path / "run", [0, 0], lambda *args: args[-1].add_(0.5), total_timesteps=3000)
     assert capsys.readouterr().out.count("targets beyond value_min or value_max are clipped") == 1
     with open(tmp_path / "run" / "metrics.csv") as file:  # losses are means over updates
         assert [float(row["value_loss"]) for row in csv.DictReader(file)] == [0.5] * 3
-
 
 @pytest.mark.parametrize(("flags", "returns", "solved_at", "steps"), [
     ({"env_id": "CartPole-v1", "total_timesteps": 900}, [500, 474, 475, 476], 300, 400),  # Gymnasium's 475
@@ -420,12 +390,10 @@ def test_solved_takes_two_evaluations_in_a_row(flags, returns, solved_at, steps,
     assert summary["global_step"] == pytest.approx(steps, abs=8)
     assert summary["eval_mean"] == 3 and summary["eval_sampled_mean"] == 2
 
-
 def test_an_evaluation_leaves_the_training_as_it_is(tmp_path):
     results = [trained(tmp_path / str(every), total_timesteps=300, eval_frequency=every)[0].state_dict()
                for every in (0, 140)]
     torch.testing.assert_close(*results, rtol=0, atol=0)
-
 
 def test_an_evaluation_plays_one_fresh_episode_each():
     _, agent, _ = playing("CartPole-v1", train_frequency=7)

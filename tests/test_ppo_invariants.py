@@ -13,9 +13,7 @@ pytestmark = pytest.mark.usefixtures("squares")
 ENV_ID = {ppo: "CartPole-v1", atari: "Squares"}
 LIMITED = {ppo: {"env_id": "Line-v0"}, atari: {"env_id": "Squares", "max_frames": 28}}  # time limits
 
-
 # ---------------------------------------------------------------------------------------- the first minibatch
-
 
 @pytest.fixture
 def weights_that_move(monkeypatch):
@@ -27,7 +25,6 @@ def weights_that_move(monkeypatch):
                 weight.data = weight.data.clone()
 
     monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", move)
-
 
 @pytest.mark.parametrize("script, env_id, flags", [
     (ppo, "CartPole-v1", {"share_network": True}),
@@ -82,9 +79,7 @@ def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
         assert abs(losses[i][kl]) < tolerance**2 + 1e-7 < losses[i + steps_per_rollout - 1][kl]
         assert not torch.equal(steps[i], steps[i + 1])
 
-
 # ------------------------------------------------------------------------------------------------- recurrence
-
 
 def random_inputs(agent, L, S):
     """Observations (L, S, ...), RNN state and starts, also in the first and in the last step."""
@@ -94,7 +89,6 @@ def random_inputs(agent, L, S):
     starts = (torch.rand(L, S) < 0.2).float()
     starts[0], starts[-1] = torch.arange(S) % 2, torch.arange(S) // 2 % 2
     return obs, torch.randn(agent.num_states, S, 16), starts
-
 
 @both_scripts
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
@@ -115,7 +109,6 @@ def test_sequences_equal_a_loop_over_steps_with_resets(script, rnn, rnn_reset):
         without, *_ = agent.encode(obs, first_state, torch.zeros_like(starts))
     assert torch.allclose(features[0], without, atol=1e-6) == (not rnn_reset)
 
-
 @both_scripts
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_gradients_go_through_time_to_the_start_of_the_episode(script, rnn):
@@ -126,7 +119,6 @@ def test_gradients_go_through_time_to_the_start_of_the_episode(script, rnn):
     state.requires_grad_()
     agent.get_value(obs, state, starts)[-1].sum().backward()
     assert (state.grad[:, 0] != 0).all() and (state.grad[:, 1] == 0).all()
-
 
 @both_scripts
 @pytest.mark.parametrize("rnn_reset", [True, False])
@@ -142,9 +134,7 @@ def test_memory_ends_with_the_episode_unless_reset_is_off(script, rnn_reset):
     assert state.abs().max() > 0
     assert torch.allclose(data["values"][t, n], fresh, atol=1e-7) == rnn_reset
 
-
 # ------------------------------------------------------------------------------------- batches and advantages
-
 
 @both_scripts
 @pytest.mark.parametrize("length", [1, 4, 16])
@@ -174,7 +164,6 @@ def test_sequences_are_steps_of_one_environment_and_each_is_used_once_an_epoch(s
             for name in script.BATCH:
                 assert torch.equal(batch[name][:, s], expected[name][t : t + length, n]), name
         assert orders[epoch].sort().values.tolist() == list(range(len(sequences)))
-
 
 @both_scripts
 @pytest.mark.parametrize("rnn", ["none", "lstm"])
@@ -216,7 +205,6 @@ def test_advantages_are_those_of_the_critic_of_that_epoch(script, rnn, recompute
                 gae_lambda=0.9, norm_value=True, target_kl=None, learning_rate=1e-2, **LIMITED[script])
     assert len(calls) == (4 if recompute_adv else 2) and not torch.equal(calls[0], calls[1])
 
-
 @pytest.mark.parametrize("rnn", ["none", "gru", "lstm"])
 def test_a_time_limit_is_bootstrapped_from_its_own_observation_and_memory(rnn):
     flags = {"rnn": rnn, "num_envs": 2, "num_steps": 5, "num_minibatches": 1, "norm_obs": False}
@@ -231,13 +219,11 @@ def test_a_time_limit_is_bootstrapped_from_its_own_observation_and_memory(rnn):
         torch.testing.assert_close(data["values"][:, 0], values[[0, 1, 2, 0, 1]])
         torch.testing.assert_close(agent.get_value(*last)[0], values[[2, 2, 3, 3]])
 
-
 @pytest.mark.parametrize("flags", [{"env_kwargs": '{"truncate": false}'}, {"truncation_bootstrap": False}])
 def test_nothing_is_bootstrapped_in_a_terminal_state_or_without_truncation_bootstrap(flags):
     envs, agent, _, env_state = small_agent("Line-v0", **flags)
     data, (last_obs, *_), time_limits, _ = play(envs, agent, env_state)
     assert data["dones"].any() and time_limits == [] and last_obs.shape == (1, 4, 1)
-
 
 @both_scripts
 def test_the_critics_unit_is_the_std_of_all_returns(script, tmp_path):
@@ -257,9 +243,7 @@ def test_the_critics_unit_is_the_std_of_all_returns(script, tmp_path):
         assert units[8 * i : 8 * i + 8] == pytest.approx([expected] * 8, rel=1e-4)
     assert units[16:] == [1.0] * 16
 
-
 # ----------------------------------------------------------------------------------------- the flags of train
-
 
 @both_scripts
 def test_rate_and_clip_range_fall_linearly(script, tmp_path):
@@ -271,7 +255,6 @@ def test_rate_and_clip_range_fall_linearly(script, tmp_path):
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
     for i, rate in enumerate(rates):
         assert steps[8 * i].tolist() == pytest.approx([rate, 200 * rate, 0.1, 0.7])
-
 
 @both_scripts
 def test_epochs_stop_after_the_first_whose_mean_kl_exceeds_the_target(script, tmp_path):
@@ -290,7 +273,6 @@ def test_epochs_stop_after_the_first_whose_mean_kl_exceeds_the_target(script, tm
         epochs = next((e + 1 for e in range(5) if means[e] > target_kl), 5)
         assert len(run(str(i), target_kl)) == 4 * epochs
         assert (i != 0) or (means[0] < target_kl and epochs == 2)
-
 
 PENDULUM = {"env_id": "Pendulum-v1", "target_kl": None, "learning_rate": 3e-3, "log_std_init": 0.5,
             "num_minibatches": 2}
@@ -336,7 +318,6 @@ NO_EFFECT = [
     (atari, SQUARES, {"truncation_bootstrap": False, "rnn_seq_len": 4, "exp_name": "other"}),
 ]  # fmt: skip
 
-
 @pytest.fixture(scope="module")
 def two_iterations(tmp_path_factory):
     """Function that gives the first rollout and the weights at the end; it trains once a setting."""
@@ -351,7 +332,6 @@ def two_iterations(tmp_path_factory):
 
     return run
 
-
 @pytest.mark.parametrize("changed, script, base, flip", [
     *(("weights", *x) for x in OF_UPDATES), *(("rollout", *x) for x in OF_ROLLOUTS),
     *(("nothing", *x) for x in NO_EFFECT)], ids=in_words)
@@ -364,9 +344,7 @@ def test_a_flag_changes_what_it_names_and_nothing_else(changed, script, base, fl
     assert all(torch.equal(one[name], two[name]) for name in names) == (changed != "rollout")
     assert torch.equal(weights_one, weights_two) == (changed == "nothing")
 
-
 # -------------------------------------------------------------------------- statistics, actions, evaluation
-
 
 def test_observations_are_counted_after_the_rollout_that_used_them(tmp_path):
     """Those of one rollout before the training, too."""
@@ -379,7 +357,6 @@ def test_observations_are_counted_after_the_rollout_that_used_them(tmp_path):
         obs = seen.rollouts[i][0]["obs"].flatten(0, 1)
         torch.testing.assert_close(obs, expected.float(), rtol=1e-4, atol=1e-5)
 
-
 @pytest.mark.parametrize("clip_actions", [True, False])
 def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_actions):
     envs, agent, _, env_state = small_agent("Pendulum-v1", log_std_init=1.0, clip_actions=clip_actions)
@@ -389,7 +366,6 @@ def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_act
     assert np.abs(actions).max() > 1.5
     expected = 2 * (actions.clip(-1, 1) if clip_actions else actions)
     np.testing.assert_allclose(np.stack(played), expected, rtol=1e-6)
-
 
 @both_scripts
 def test_evaluation_takes_the_first_whole_raw_episode_of_each_environment(script, tmp_path, monkeypatch):

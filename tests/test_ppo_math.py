@@ -17,7 +17,6 @@ import ppo_continuous as ppo
 
 # -------------------------------------------------------------------------------------------------------- GAE
 
-
 def random_rollout(seed, steps=12, envs=5):
     """Rewards, values, the value after the rollout, final values and dones, with all endings, also in the
     last step."""
@@ -28,7 +27,6 @@ def random_rollout(seed, steps=12, envs=5):
     final_values[terminated] = 0
     arrays = rewards, values, rng.normal(size=(1, envs)), final_values, terminated | truncated
     return [torch.tensor(x, dtype=torch.float64) for x in arrays]
-
 
 def brute_force_advantages(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
     """The sum over all later steps of the episode, for each step anew."""
@@ -43,7 +41,6 @@ def brute_force_advantages(rewards, values, last_value, final_values, dones, gam
                 break
     return advantages
 
-
 @both_scripts
 @pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (0.5, 0.3), (1, 1), (0.9, 0), (0, 0.9)])
 def test_gae_is_the_double_sum(script, gamma, gae_lambda):
@@ -51,7 +48,6 @@ def test_gae_is_the_double_sum(script, gamma, gae_lambda):
         rollout = random_rollout(seed)
         expected = brute_force_advantages(*rollout, gamma, gae_lambda)
         torch.testing.assert_close(script.compute_gae(*rollout, gamma, gae_lambda), expected)
-
 
 @both_scripts
 @pytest.mark.parametrize("ends", [True, False])
@@ -62,9 +58,7 @@ def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23(script, ends):
     returns = script.compute_gae(rewards, zeros, last_value, zeros, dones, gamma=0.1, gae_lambda=1.0)
     torch.testing.assert_close(returns, torch.tensor([[1.23], [2.3], [3.0]]))
 
-
 # --------------------------------------------------------------------------------- statistics, normalization
-
 
 @both_scripts
 @pytest.mark.parametrize("offset", [0.0, 1e6])
@@ -79,12 +73,10 @@ def test_running_statistics_are_those_of_all_data(script, offset):
     np.testing.assert_allclose(statistics.std(), np.sqrt(data.var(0) + 1e-8), rtol=1e-8)
     assert statistics.count == len(data)
 
-
 @both_scripts
 def test_running_statistics_stay_float64_when_the_agent_is_moved(script):
     agent = bare_agent(script)[0].to(torch.float32)
     assert agent.value_rms.mean.dtype == agent.value_rms.var.dtype == torch.float64
-
 
 def test_observations_are_normalized_and_clipped():
     agent, _ = bare_agent(clip_obs=1.5)
@@ -96,7 +88,6 @@ def test_observations_are_normalized_and_clipped():
     torch.testing.assert_close(agent.normalize(obs), torch.tensor([[1.0, 10.0, -2.0]]), rtol=1e-5, atol=0)
     agent.args.norm_obs = False
     torch.testing.assert_close(agent.normalize(obs), torch.tensor([[3.0, 6.0, -2.0]]))
-
 
 @pytest.mark.parametrize("clip_reward", [1.0, 0.0])
 def test_rewards_are_over_the_std_of_the_discounted_return(clip_reward):
@@ -129,9 +120,7 @@ def test_rewards_are_over_the_std_of_the_discounted_return(clip_reward):
     np.testing.assert_allclose(data["rewards"], raw, rtol=1e-6)
     assert agent.reward_rms.count == 2 * 16 * 4
 
-
 # ----------------------------------------------------------------------------------- loss and optimizer step
-
 
 def random_batch(agent, L=1, S=8, scale=1.0):
     """A batch (L, S, ...) that no policy has played, and its RNN states (K, S, H)."""
@@ -148,7 +137,6 @@ def random_batch(agent, L=1, S=8, scale=1.0):
         batch |= {"mask": torch.ones(L, S, 0, dtype=torch.bool)}
         batch["logprobs"] -= 3
     return batch, torch.randn(agent.num_states, S, agent.args.rnn_hidden)
-
 
 def written_out_loss(agent, batch, states, coefs):
     """The loss, step by step in float64, and the numbers that are logged."""
@@ -177,7 +165,6 @@ def written_out_loss(agent, batch, states, coefs):
     means = [sum(x) / len(x) for x in (policy, value, entropy.flatten(), k1, k3, outside)]
     loss = means[0] - ent_coef * means[2] + vf_coef * means[1]
     return loss, [torch.as_tensor(x).item() for x in means]
-
 
 @pytest.mark.parametrize("script, flags", [
     (ppo, {}), (ppo, {"clip_vloss": True}), (ppo, {"norm_adv": False, "max_grad_norm": 0.0}),
@@ -215,14 +202,11 @@ def test_train_step_is_the_written_out_loss_and_pytorchs_clipping_and_adam(scrip
         previous = opt["params"].clone()
     assert (0 < agent.args.max_grad_norm < max(norms)) == (agent.args.max_grad_norm == 0.5)
 
-
 # --------------------------------------------------------------------------------------------------- policies
-
 
 def head(agent):
     """The last layer of the policy."""
     return agent.actor if isinstance(agent, atari.Agent) else agent.actor[-1]
-
 
 def act(agent, obs, action=None, mask=None, noise=0.0):
     """Action, log-probability and entropy of a feed-forward agent for observations (M, ...)."""
@@ -236,10 +220,8 @@ def act(agent, obs, action=None, mask=None, noise=0.0):
         result = agent(obs[None], state, starts, mask[None], action, noise)
     return [x[0] for x in result[:3]]
 
-
 def gumbel(*shape):
     return -torch.empty(shape).exponential_().log()
-
 
 @pytest.mark.parametrize("log_std, clamped", [(-1.0, -1.0), (4.0, 2.0), (-9.0, -5.0)])
 def test_normal_policy_is_pytorchs_normal(log_std, clamped):
@@ -251,7 +233,6 @@ def test_normal_policy_is_pytorchs_normal(log_std, clamped):
     torch.testing.assert_close(entropy, Normal(mean, std).entropy().sum(-1))
     torch.testing.assert_close(act(agent, obs, noise=noise)[0], mean + std * noise)
     torch.testing.assert_close(act(agent, obs)[0], mean)
-
 
 @pytest.mark.parametrize("space, num_choices", [
     (Discrete(4), [4]), (MultiDiscrete([2, 3]), [2, 3]), (MultiBinary(3), [2, 2, 2])], ids=str)
@@ -265,7 +246,6 @@ def test_choices_have_pytorchs_log_probability_and_entropy(space, num_choices):
     torch.testing.assert_close(logprob, sum(p.log_prob(a) for p, a in zip(parts, action.T, strict=True)))
     torch.testing.assert_close(entropy, sum(part.entropy() for part in parts))
     assert torch.equal(act(agent, obs)[0], torch.stack([part.probs.argmax(-1) for part in parts], -1))
-
 
 def test_forbidden_choices_have_probability_zero_and_are_never_sampled():
     agent, count = bare_agent(space=MultiDiscrete([4, 2]))[0], 10_000
@@ -281,7 +261,6 @@ def test_forbidden_choices_have_probability_zero_and_are_never_sampled():
     p = probability[allowed]
     torch.testing.assert_close(entropy[0], -(p * p.log()).sum())
 
-
 @both_scripts
 def test_a_mask_gives_no_gradient_to_forbidden_choices(script):
     agent, mask = bare_agent(script, Discrete(4))[0], torch.tensor([[[True, False, True, False]]])
@@ -292,7 +271,6 @@ def test_a_mask_gives_no_gradient_to_forbidden_choices(script):
     (logprob + entropy).sum().backward()
     grad = head(agent).bias.grad  # that of the logits
     assert grad.isfinite().all() and grad[~mask[0, 0]].eq(0).all() and grad[mask[0, 0]].ne(0).all()
-
 
 @pytest.mark.parametrize("script, env_id, num_choices, flags", [
     (ppo, "MultiDiscrete-v0", [3, 4], {"num_envs": 32, "num_steps": 64}),
@@ -312,7 +290,6 @@ def test_a_rollout_samples_the_softmax(script, env_id, num_choices, flags):
     likeliest = torch.stack([part.argmax() for part in logits.split(num_choices)])
     assert (actions.reshape(64, -1, len(num_choices)) == likeliest).all()
 
-
 def test_a_rollout_samples_the_normal():
     envs, agent, _, env_state = small_agent("Bandit-v0", num_envs=32, num_steps=64)
     data = play(envs, agent, env_state)[0]
@@ -324,13 +301,10 @@ def test_a_rollout_samples_the_normal():
     data = play(envs, agent, env_state, noise=0.0)[0]
     torch.testing.assert_close(data["actions"], mean.expand(64, 32, 1))
 
-
 # -------------------------------------------------------------------------------------- actions, seeds, init
-
 
 def to_env(space, action, **flags):
     return ppo.read_action_space(space, small_args(**flags))[1](torch.tensor(action))
-
 
 @pytest.mark.parametrize("flags, expected", [
     ({}, [[-2, 7.5], [2, 10]]),
@@ -344,13 +318,11 @@ def test_actions_are_scaled_and_clipped_to_the_bounds(flags, expected):
     np.testing.assert_allclose(action, expected, rtol=1e-6)
     assert action.dtype == np.float32
 
-
 def test_components_without_bounds_pass_unchanged():
     space = Box(np.array([-np.inf, 0, -4], np.float32), np.array([np.inf, np.inf, 4], np.float32))
     assert to_env(space, [[-30.0, -3.0, 0.5], [30.0, 3.0, -2.0]]).tolist() == [[-30, 0, 2], [30, 3, -4]]
     largest = np.finfo(np.float32).max
     assert to_env(Box(-largest, largest, (1,)), [[0.5]]) == 0.5
-
 
 @pytest.mark.parametrize("space", [
     Box(-1, 1, (2, 3)), Discrete(3, start=5), Discrete(3, dtype=np.int32), MultiBinary((2, 2)),
@@ -360,7 +332,6 @@ def test_actions_are_members_of_their_space_with_its_dtype(space):
     action, _, _ = act(agent, torch.randn(20, 3), noise=torch.randn(1, 20, agent.num_outputs))
     for item in agent.to_env(action):
         assert space.contains(item) and np.asarray(item).dtype == space.dtype
-
 
 @both_scripts
 def test_seeds_of_different_runs_ranks_and_iterations_share_nothing(script):
@@ -379,7 +350,6 @@ def test_seeds_of_different_runs_ranks_and_iterations_share_nothing(script):
     script.reset_envs(envs, agent, *keys[7])
     assert seeds[-1] == seeds[7] and torch.randint(2**62, ()).item() == numbers[7]
 
-
 @both_scripts
 @pytest.mark.parametrize("flags", [{"share_network": True}, {"share_network": False}, {"rnn": "gru"},
                                    {"rnn": "lstm"}], ids=str)
@@ -395,7 +365,6 @@ def test_init_is_orthogonal_with_its_gains(script, flags):
                 values = torch.linalg.svdvals(parameter.detach().flatten(1))
                 torch.testing.assert_close(values, torch.full_like(values, gain))
 
-
 @both_scripts
 def test_init_is_pytorchs_without_ortho_init(script):
     agent, _ = bare_agent(script, ortho_init=False)
@@ -405,7 +374,6 @@ def test_init_is_pytorchs_without_ortho_init(script):
             bound = layer.weight[0].numel() ** -0.5
             assert parameter.ne(0).all() and parameter.abs().max() <= bound
             assert 0.8 * bound < layer.weight.abs().max() <= bound
-
 
 @pytest.mark.parametrize("flags, names", [
     ({}, "actor.0 actor.2 actor.4 critic.0 critic.2 critic.4"),

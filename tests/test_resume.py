@@ -39,7 +39,6 @@ STATES = {
     "compiled": (PPO, "--compile"),
 }
 
-
 def results(run_dir):
     """Checkpoint, by the paths to its numbers, and metrics of a run, but for the time they took."""
     checkpoint, rows = load(run_dir), read_metrics(run_dir)
@@ -47,7 +46,6 @@ def results(run_dir):
     for row in rows:
         del row["seconds"], row["SPS"]
     return flat(checkpoint), rows
-
 
 def check_same(run_dir, expected):
     """The same weights, statistics, optimizer, replay, episodes and metrics."""
@@ -59,7 +57,6 @@ def check_same(run_dir, expected):
                  if not (torch.equal(x, two[name]) if isinstance(x, torch.Tensor) else x == two[name])]
     assert different == []
 
-
 def test_killed_and_resumed(finished, tmp_path, main):
     script = finished.script
     shutil.copy(ROOT / f"{script}.py", tmp_path)
@@ -69,7 +66,6 @@ def test_killed_and_resumed(finished, tmp_path, main):
     assert 0 < iteration < load(finished.folder / "run")["progress"]["iteration"]
     main(script, "--resume run")
     check_same(tmp_path / "run", finished.folder / "run")
-
 
 @pytest.mark.parametrize("state", [
     "recurrent", "recurrent game", "simulator", pytest.param("compiled", marks=pytest.mark.slow)])
@@ -93,7 +89,6 @@ def test_interrupted_and_resumed(state, tmp_path, main, monkeypatch):
     assert steps > load(tmp_path / "run")["progress"]["global_step"]
     main(script, "--resume run")
     check_same(tmp_path / "run", tmp_path / "expected")
-
 
 @ONLY_PPO
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
@@ -119,7 +114,6 @@ def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
     assert not (tmp_path / "run" / "checkpoint.tmp").exists()
     check_same(tmp_path / "run", finished.folder / "run")
 
-
 def test_killed_after_the_last_step(finished, run_dir, main):
     """A resume only evaluates. Rows that the checkpoint does not know, also half of one, are cut off."""
     summary, metrics = run_dir / "summary.json", run_dir / "metrics.csv"
@@ -128,7 +122,6 @@ def test_killed_after_the_last_step(finished, run_dir, main):
     metrics.write_text(f"{before[1]}9{before[1].splitlines()[-1]}\n99999,0.5")
     main(finished.script, "--resume run")
     assert (summary.read_text(), metrics.read_text()) == before
-
 
 @ONLY_PPO
 def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir, main):
@@ -141,7 +134,6 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
     assert after["opt"]["bias"][1] > before["opt"]["bias"][1]  # Adam's averages continue
     assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
     assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
-
 
 @pytest.mark.parametrize(("script", "stop", "resume"), [
     ("muesli_cartpole", "--eval-frequency 100 --stop-return 5", "--no-stop-early"),
@@ -157,7 +149,6 @@ def test_a_run_that_stopped_early(script, stop, resume, tmp_path, main):
     assert 0 < steps[0] == steps[1] < total <= steps[2]
     assert len({summary.get("solved_at", 0) for summary in seen}) == 1
     main(script, "--evaluate run")
-
 
 @pytest.mark.parametrize(("script", "steps"), [
     (PPO, 1_000), ("ppo_atari", 10_000), ("muesli_cartpole", 1_000),

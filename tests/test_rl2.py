@@ -20,7 +20,6 @@ CART = {"env_id": "CartPole-v1", "task_sampler": f"{__name__}:set_mass", "num_tr
         "episodes_per_trial": 2, "episode_length": 40}
 CPU = torch.device("cpu")
 
-
 def small_agent(**flags):
     args = rl2.Args(**SMALL | flags)
     tasks = rl2.make_tasks(args, args.num_trials, CPU)
@@ -28,10 +27,8 @@ def small_agent(**flags):
     rl2.seed_tasks(tasks, args.seed, 0, 0)
     return tasks, agent, opt
 
-
 def many_tasks(num_trials, **flags):
     return rl2.make_tasks(rl2.Args(**SMALL | flags), num_trials, CPU)
-
 
 def test_a_bandit():
     """Probabilities are uniform and stay for a trial, rewards are 0 or 1, each pull ends an episode."""
@@ -48,7 +45,6 @@ def test_a_bandit():
         assert ((reward - chosen) * chosen).mean().item() == pytest.approx(0, abs=0.01)
     tasks.reset()
     assert (tasks.probs != probs).all()
-
 
 def test_a_tabular_mdp():
     tasks = many_tasks(4000, **MDP)
@@ -74,7 +70,6 @@ def test_a_tabular_mdp():
     assert torch.stack(noise).std().item() == pytest.approx(1, abs=0.01)
     assert torch.stack(likelihood).mean().item() == pytest.approx(20 / 110, abs=0.004)  # E[sum of p^2]
 
-
 def test_hints_of_an_mdp_are_what_optimal_and_random_play_would_still_collect():
     tasks = many_tasks(1000, **MDP)
     _, hint = tasks.reset()
@@ -97,7 +92,6 @@ def test_hints_of_an_mdp_are_what_optimal_and_random_play_would_still_collect():
     references = rl2.REFERENCES["TabularMDP", 10, None]
     for best, name in ((True, "task known"), (False, "random")):
         assert 10 * value(best, 10)[:, 0].mean().item() == pytest.approx(references[name], abs=4)
-
 
 @pytest.mark.parametrize(("env_id", "plain_id", "options"), [
     ("HalfCheetahDir", "HalfCheetah-v5", {"ctrl_cost_weight": 0.05}),
@@ -126,7 +120,6 @@ def test_rewards_of_a_simulator_are_gymnasiums_but_for_the_goal(env_id, plain_id
             instead = -abs(speed - goal) if env_id == "HalfCheetahVel" else goal * speed
             assert reward[n].item() == pytest.approx(forwards - speed + instead, abs=1e-4)
 
-
 def test_goals_stay_for_a_trial_and_are_the_hints():
     for env_id in ("HalfCheetahVel", "HalfCheetahDir"):
         tasks, agent, _ = small_agent(**VELOCITY | {"env_id": env_id, "num_trials": 16})
@@ -141,19 +134,15 @@ def test_goals_stay_for_a_trial_and_are_the_hints():
         else:
             assert set(goals) == {-1, 1} and goals[:16] != goals[16:32]
 
-
 def set_mass(env, rng):
     env.masscart = rng.uniform(0.5, 2)
-
 
 def set_typo(env, rng):
     env.mascart = rng.uniform(0.5, 2)
 
-
 def set_and_return(env, rng):
     env.masscart = 1.0
     return env
-
 
 def test_a_sampler_sets_a_task_for_each_trial():
     tasks, agent, _ = small_agent(**CART)
@@ -162,7 +151,6 @@ def test_a_sampler_sets_a_task_for_each_trial():
         rl2.rollout(tasks, agent)
         masses += [env.unwrapped.masscart for env in tasks.envs.envs]
     assert len(set(masses)) == 16 and min(masses) > 0.5 and max(masses) < 2
-
 
 @pytest.mark.parametrize(("sampler", "words"), [
     ("set_typo", r"sets new \['mascart'\]"),
@@ -174,7 +162,6 @@ def test_a_sampler_sets_a_task_for_each_trial():
 def test_bad_task_samplers(sampler, words):
     with pytest.raises(rl2.UsageError, match=words):
         many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:{sampler}")
-
 
 @pytest.mark.parametrize("flags", [{}, MDP | {"expected_reward": True}, VELOCITY])
 def test_inputs_are_the_observation_and_the_step_before(flags):
@@ -191,7 +178,6 @@ def test_inputs_are_the_observation_and_the_step_before(flags):
     assert torch.equal(data["inputs"], expected.float())
     assert data["dones"].sum(0).eq(agent.args.episodes_per_trial).all() and data["dones"][-1].all()
 
-
 def test_cells_of_a_table():
     """After the state come the state and action before, as one of 50 cells, and the same times the reward."""
     tasks, agent, _ = small_agent(**MDP)
@@ -205,7 +191,6 @@ def test_cells_of_a_table():
     agent.actor.bias.data[3 * 5] = 4.0  # action 0 in state 3, of which only its own row knows
     favored = agent(data["inputs"], data["hints"], data["actions"] * 0)[0].exp() > 0.9
     assert torch.equal(favored, state.argmax(-1) == 3) and favored.any()
-
 
 @pytest.mark.parametrize("flags", [
     {}, {"rnn": "lstm"}, {"share_network": False}, {"privileged_critic": True, "share_network": False},
@@ -225,7 +210,6 @@ def test_a_whole_trial_at_once_equals_its_steps(flags):
     changed = agent.policy(features, data["inputs"][10:]).probs - policy[10:]
     assert (changed[0].abs().amax(1) > 1e-6).all()
 
-
 def test_gradient_reaches_back_to_the_start_of_a_trial():
     _, agent, _ = small_agent(**MDP)
     inputs = torch.randn(30, 2, agent.actor_rnn.input_size, requires_grad=True)
@@ -233,7 +217,6 @@ def test_gradient_reaches_back_to_the_start_of_a_trial():
     logprob[25].sum().backward()
     reached = inputs.grad.abs().sum((1, 2))
     assert (reached[:26] > 0).all() and not reached[26:].any()
-
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_actions_are_likeliest_or_drawn(greedy):
@@ -245,7 +228,6 @@ def test_actions_are_likeliest_or_drawn(greedy):
     expected = one_hot(probs.argmax(), 5).float() if greedy else probs
     torch.testing.assert_close(actions.bincount(minlength=5) / 20_000, expected, atol=0.015, rtol=0)
     torch.testing.assert_close(logprobs.exp(), probs[actions])
-
 
 @pytest.mark.parametrize("learn_std", [True, False])
 def test_a_gaussian_policy(learn_std):
@@ -259,13 +241,11 @@ def test_a_gaussian_policy(learn_std):
     expected = (-0.5 * z.square() + 0.7 - 0.5 * math.log(2 * math.pi)).sum(1)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
 
-
 def test_expected_rewards_are_for_advantages_only():
     drawn, expected = (rl2.rollout(*small_agent(expected_reward=flag)[:2])[0] for flag in (False, True))
     assert torch.equal(drawn["inputs"], expected["inputs"])  # the agent sees what was drawn
     assert torch.equal(drawn["rewards"], drawn["rewards"].square())
     assert torch.equal(expected["rewards"], expected["expected_rewards"])
-
 
 def test_only_a_privileged_critic_sees_the_task():
     tasks, privileged, _ = small_agent(privileged_critic=True)
@@ -281,11 +261,9 @@ def test_only_a_privileged_critic_sees_the_task():
         doubled = agent.get_value(data["inputs"], data["hints"])
         torch.testing.assert_close(doubled, 2 * results[0][2])
 
-
 def assert_orthogonal(weight, gain):
     square = weight @ weight.T if len(weight) < weight.shape[1] else weight.T @ weight
     torch.testing.assert_close(square, gain**2 * torch.eye(len(square)), atol=1e-4, rtol=1e-4)
-
 
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
@@ -304,7 +282,6 @@ def test_initial_weights_of_the_rnn(rnn, on):
     assert low <= times.min() < low + 2 and high - 2 < times.max() <= high + 1e-4
     assert times.mean().item() == pytest.approx(mean, abs=4)
 
-
 def test_initial_weights_of_the_heads():
     _, agent, opt = small_agent(privileged_critic=True, share_network=False, adam_eps=0.5)
     for layer, gain in ((agent.actor, 0.01), (agent.critic[0], 2**0.5), (agent.critic[2], 1.0)):
@@ -315,7 +292,6 @@ def test_initial_weights_of_the_heads():
     assert plain.critic_rnn is plain.actor_rnn
     assert all(bias.any() for name, bias in plain.named_parameters() if "bias" in name)
 
-
 def test_advantages_are_discounted_sums_of_td_errors_over_the_whole_trial():
     rewards, values = torch.randn(2, 8, 3)
     advantages = rl2.gae_over_trial(rewards, values, 0.9, 0.7)
@@ -325,7 +301,6 @@ def test_advantages_are_discounted_sums_of_td_errors_over_the_whole_trial():
         expected = sum((0.9 * 0.7) ** (s - t) * errors[s] for s in range(t, 8))
         torch.testing.assert_close(advantages[t], expected)
 
-
 def test_returns_of_episodes():
     rewards = torch.tensor([[1.0, 1.0], [2.0, 2.0], [4.0, 4.0], [8.0, 8.0]])
     done = torch.tensor([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [1.0, 0.0]])
@@ -333,13 +308,11 @@ def test_returns_of_episodes():
     assert returns.tolist() == [[3, 1], [12, 2]]  # a third is not scored
     assert counted.T.tolist() == [[True, True, True, True], [True, True, False, False]]
 
-
 def test_what_follows_the_scored_episodes_is_not_learned():
     """CartPole pays 1 a step: if all steps of a trial counted, all policies would earn the same."""
     tasks, agent, _ = small_agent(**CART)
     data, episodes = rl2.rollout(tasks, agent)
     assert torch.equal(data["rewards"].sum(0), episodes.sum(0)) and (episodes.sum(0) < 80).any()
-
 
 @pytest.mark.parametrize("flags", [
     {}, {"norm_adv": False, "clip_vloss": True, "max_grad_norm": 0.0}, {"rnn": "lstm", "clip_coef": 0.1},
@@ -384,7 +357,6 @@ def test_an_update_is_that_of_ppo(flags):
             assert not torch.equal(p, old)
         agent.actor.weight.data.normal_(std=0.5)
 
-
 def watched_run(run_dir, monkeypatch, **flags):
     """What each optimizer step of a run is called with, by iteration, and the agent at the end."""
     seen, train_step, rollout = [], rl2.train_step, rl2.rollout
@@ -403,7 +375,6 @@ def watched_run(run_dir, monkeypatch, **flags):
     monkeypatch.setattr(rl2, "evaluate", lambda *_: {"eval_mean": 0.0})
     rl2.train(rl2.Args(**SMALL | {"total_timesteps": 640, "run_dir": str(run_dir)} | flags))
     return seen
-
 
 @pytest.mark.parametrize("on", [True, False])
 def test_train_anneals_shuffles_and_stops_its_epochs(on, tmp_path, monkeypatch):
@@ -431,7 +402,6 @@ def test_train_anneals_shuffles_and_stops_its_epochs(on, tmp_path, monkeypatch):
     expected = returns.std() if on else torch.ones(())
     torch.testing.assert_close(iterations[0][0]["agent"].value_std, expected, rtol=1e-2, atol=1e-3)
 
-
 def test_observations_are_normalized_by_all_earlier_rollouts(tmp_path, monkeypatch):
     updates, update = [], rl2.RunningMeanStd.update
     monkeypatch.setattr(rl2.RunningMeanStd, "update", lambda self, x: updates.append(x) or update(self, x))
@@ -445,7 +415,6 @@ def test_observations_are_normalized_by_all_earlier_rollouts(tmp_path, monkeypat
         inputs = steps[0]["batch"]["inputs"][..., :-8]
         torch.testing.assert_close(inputs, expected, rtol=1e-3, atol=1e-3)
 
-
 def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path, monkeypatch):
     """Only the two meta-tests at the end share theirs."""
     probs, observe = [], rl2.Bandit.observe
@@ -455,7 +424,6 @@ def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path, monkeypatch)
     tasks = list(dict.fromkeys(probs))  # observed in each step
     assert [len(x) for x in tasks] == 3 * [16, 16] + [160, 160] and torch.equal(*tasks[-2:])
     assert len(torch.cat(tasks[:-1]).unique()) == 5 * (6 * 16 + 160)
-
 
 def test_meta_test_disturbs_nothing_and_repeats():
     _, agent, _ = small_agent()
@@ -469,7 +437,6 @@ def test_meta_test_disturbs_nothing_and_repeats():
     groups = np.split(rl2.meta_test(agent, 20_000, False)[0], 2, axis=1)  # as many as are played at once
     assert (groups[0] != groups[1]).any()
 
-
 def test_errors_of_all_tasks_of_a_velocity():
     """Also where they are tested in groups: 210 tasks are a group of 200 and one of 10."""
     _, agent, _ = small_agent(**VELOCITY)
@@ -478,7 +445,6 @@ def test_errors_of_all_tasks_of_a_velocity():
     assert (np.abs(errors).sum(0) < -episodes[1] + 1e-3).all()  # a return is that and the actions' cost
     assert len(np.unique(errors[0])) == 210
 
-
 def test_half_of_a_meta_tests_directions_are_forward(monkeypatch):
     """Drawn, they would be 83 of 200 with one seed and 106 with another."""
     made, make_tasks = [], rl2.make_tasks
@@ -486,7 +452,6 @@ def test_half_of_a_meta_tests_directions_are_forward(monkeypatch):
     _, agent, _ = small_agent(**VELOCITY | {"env_id": "HalfCheetahDir"})
     rl2.meta_test(agent, 10, True)
     assert [env.goal for env in made[-1].envs.envs] == [1, -1] * 5
-
 
 def test_summary_of_a_meta_test_and_the_goal_of_a_run(tmp_path, monkeypatch, capsys):
     """Five trials earn 1 to 5 in their first episode, 10 in each other; in training all earn 14 or 15."""
@@ -515,12 +480,10 @@ def test_summary_of_a_meta_test_and_the_goal_of_a_run(tmp_path, monkeypatch, cap
     printed = capsys.readouterr().out
     assert "\n  Thompson sampling     5.833\n" in printed and "\n  Bayes optimum         6.660\n" in printed
 
-
 def test_a_meta_test_of_one_trial_has_no_standard_error(tmp_path):
     _, agent, _ = small_agent(test_trials=1)
     summary = rl2.evaluate(agent, tmp_path, 0)
     assert summary["trial_return_se"] == 0 and set(summary["episode_returns_se"]) == {0}
-
 
 def test_learns_to_learn_a_bandit(tmp_path):
     """Two arms, ten pulls: a random policy gets 5, the Bayes-optimal one 6.0218."""

@@ -21,17 +21,14 @@ OWN_FLAGS = {
 }
 PAIRS = list(combinations(map(importlib.import_module, SCRIPTS), 2))
 
-
 @functools.cache
 def source(module, name):
     return inspect.getsource(getattr(module, name))
-
 
 def definitions(module):
     """Names of the functions and classes of a script."""
     return {name for name, x in vars(module).items()
             if inspect.isroutine(x) | inspect.isclass(x) and x.__module__ == module.__name__}
-
 
 @pytest.mark.parametrize(("one", "two", "name"), [
     pytest.param(one, two, name, id=f"{name}-{one.__name__}-{two.__name__}")
@@ -39,7 +36,6 @@ def definitions(module):
 ])  # fmt: skip
 def test_functions_and_classes_are_the_same(one, two, name):
     assert source(one, name) == source(two, name)
-
 
 @pytest.mark.parametrize(("one", "two"), PAIRS, ids=lambda module: module.__name__)
 def test_flags_have_the_same_docs(one, two):
@@ -51,7 +47,6 @@ def test_flags_have_the_same_docs(one, two):
     assert len(both) > 15
     assert {name: docs[0][name] for name in both} == {name: docs[1][name] for name in both}
 
-
 def packages(lines):
     """Version and extras of each package."""
     found = {}
@@ -61,12 +56,10 @@ def packages(lines):
         found[name] = version, set(re.findall(r"[\w-]+", extras or "")) | found.get(name, ("", set()))[1]
     return found
 
-
 def requirements():
     """Those of the scripts, without the tests'."""
     text = (ROOT / "requirements.txt").read_text().split("# tests")[0]
     return packages(line for line in text.splitlines() if line[0] != "#")
-
 
 def dependencies(script):
     """Those of a script's first lines (PEP 723)."""
@@ -74,7 +67,6 @@ def dependencies(script):
     toml = "\n".join(line.removeprefix("#").strip() for line in block.splitlines())
     assert 'requires-python = ">=3.10"' in toml
     return ast.literal_eval(re.search(r"dependencies = (\[.*\])", toml, re.DOTALL)[1])
-
 
 def test_scripts_and_requirements_name_the_same_packages():
     """And moviepy, which only --capture-video needs."""

@@ -31,11 +31,9 @@ MORE = {
                  "greedy_episode_returns_se"},
 }
 
-
 def read_summary(run_dir):
     """Of numbers, as NaN is no JSON."""
     return json.loads((run_dir / "summary.json").read_text(), parse_constant=pytest.fail)
-
 
 def test_the_folder_of_a_run(finished):
     """It is written into the current folder alone and says what was run."""
@@ -49,7 +47,6 @@ def test_the_folder_of_a_run(finished):
     assert {name: args[name] for name in ("preset", "run_dir", "seed")} == {
         "preset": "none", "run_dir": "run", "seed": 1}
     assert f"{args['env_id']}, seed 1, preset none, folder run\n" in finished.out
-
 
 def test_metrics_and_events(finished):
     """The same numbers in both, finite but for returns before an episode has ended."""
@@ -72,7 +69,6 @@ def test_metrics_and_events(finished):
     event, = events.Scalars("eval/episodic_return")
     assert event.value == pytest.approx(read_summary(run_dir)["eval_mean"]) and event.step == steps[-1]
 
-
 def test_checkpoint_and_summary(finished):
     checkpoint, summary = load(finished.folder / "run"), read_summary(finished.folder / "run")
     total = checkpoint["args"]["total_timesteps"]
@@ -84,7 +80,6 @@ def test_checkpoint_and_summary(finished):
     for numbers in (summary, checkpoint["progress"]):
         assert numbers["global_step"] == int(read_metrics(finished.folder / "run")[-1]["global_step"])
     assert summary["seconds"] > 0 and summary["sps"] > 0
-
 
 def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
     """The same lines, of the summary's numbers; nothing is written."""
@@ -100,7 +95,6 @@ def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
     if finished.script == "rl2_meta":
         names[1::2] = ["trial_return_greedy_se", "trial_return_se"]
     assert numbers == pytest.approx([summary[name] for name in names], abs=0.051)
-
 
 def test_resume_extends_a_finished_run(finished, run_dir, main):
     rows, total = read_metrics(run_dir), load(run_dir)["args"]["total_timesteps"]
