@@ -300,8 +300,7 @@ class Agent(nn.Module):
         cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
         outputs = []
         for begin, end in pairwise(cuts):
-            if self.args.rnn_reset:
-                rnn_state = rnn_state * (1 - starts[begin])[:, None]  # [D34]
+            rnn_state = rnn_state * (1 - starts[begin] * self.args.rnn_reset)[:, None]  # [D34]
             hidden = rnn_state.split(1) if self.args.rnn == "lstm" else rnn_state
             output, hidden = self.rnn(features[0][begin:end], hidden)
             rnn_state = torch.cat(hidden) if self.args.rnn == "lstm" else hidden
@@ -438,8 +437,7 @@ def train(args, checkpoint=None):
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     act, step = agent, train_step
-    compiled = args.compile and args.rnn == "none" and shutil.which("g++")
-    if compiled:  # not with an RNN, as episode ends change its graph
+    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
         print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
                    "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}
