@@ -467,7 +467,7 @@ def train(args, checkpoint=None):
 
         # Advantages and updates
         initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, R) [D36]
-        losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
+        losses = torch.zeros(len(LOSSES), device=device)
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(
@@ -486,7 +486,6 @@ def train(args, checkpoint=None):
             shuffled = torch.randperm(initial_states.shape[1], device=device)
             for index in shuffled.chunk(args.num_minibatches):  # [D6]
                 step(agent, opt, batch, initial_states, index, coefs, losses)
-                num_updates += 1
             kl = mean_over_ranks(losses - before)[LOSSES.index("approx_kl")] / args.num_minibatches
             if args.target_kl is not None and kl > args.target_kl:  # [X3]
                 break
@@ -497,9 +496,10 @@ def train(args, checkpoint=None):
         progress = {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                     "seconds": progress["seconds"] + seconds,
                     "episodes": (progress["episodes"] + episodes)[-100:]}
+        losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
-                 **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
+                 **dict(zip(LOSSES, losses.tolist(), strict=True))}
         for name, x in means.items():
             if not np.isfinite(x):
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")

@@ -79,7 +79,7 @@ class Args:
     adam_eps: float = 1e-5  # Adam's epsilon; PyTorch's default is 1e-8 [D3]
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
     gamma: float = 0.99  # discount factor
-    gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
+    gae_lambda: float = 0.9  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
     recompute_adv: bool = True  # advantages anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 16  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 10  # maximum epochs per rollout [D6]
@@ -96,7 +96,8 @@ class Args:
     hidden: tuple[int, ...] = (64, 64)  # widths of the hidden layers [D26]
     activation: Literal["tanh", "relu"] = "tanh"  # of the hidden layers [D26]
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
-    learn_std: bool = False  # off: fixed std (judge by the deterministic return) [D24]
+    log_std_drop: float = 1.3  # fall of log std over the second half, unless it is learned
+    learn_std: bool = False  # learn the std, one for all states [D24]
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
     rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
@@ -134,9 +135,8 @@ RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "see
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
-    "Ant-v5": {"num_steps": 32, "num_minibatches": 4, "update_epochs": 4, "target_kl": None,
-               "learn_std": True, "log_std_init": -0.5},
-    "Hopper-v5": {"num_envs": 8, "num_steps": 256, "target_kl": 0.02},
+    "Ant-v5": {"learn_std": True},
+    "Hopper-v5": {"gae_lambda": 0.95},
     "LunarLander-v3": {"ent_coef": 0.01},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
                    "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
@@ -144,7 +144,7 @@ PRESETS = {
     "historical": {"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "target_kl": None,
                    "truncation_bootstrap": False, "recompute_adv": False, "norm_value": False,
                    "norm_reward": True, "clip_vloss": True, "learn_std": True, "log_std_init": 0.0,
-                   "scale_actions": False},  # of CleanRL and openai/baselines
+                   "scale_actions": False, "gae_lambda": 0.95},  # of CleanRL and openai/baselines
 }
 
 class VectorEnv(SyncVectorEnv):
@@ -210,7 +210,6 @@ def read_action_space(space, args):
         offset, scale = (low + high) / 2, (high - low) / 2
     else:
         raise UsageError(f"actions {space} are not supported")
-
     def to_env(action):
         action = offset + scale * action.cpu().numpy().reshape(-1, *space.shape)
         if args.clip_actions and not num_choices:
@@ -297,8 +296,7 @@ class Agent(nn.Module):
         width, features = [features, *args.hidden][-1], [features, *shared][-1]
         self.actor = mlp(features, own, args)
         self.actor.append(layer_init(nn.Linear(width, self.num_outputs), 0.01, args))
-        self.critic = mlp(features, own, args)
-        self.critic.append(layer_init(nn.Linear(width, 1), 1.0, args))
+        self.critic = mlp(features, own, args).append(layer_init(nn.Linear(width, 1), 1.0, args))
         self.to(device)
 
     def normalize(self, obs):
@@ -495,13 +493,15 @@ def train(args, checkpoint=None):
         learning_rate = args.learning_rate * (remaining if args.anneal_lr else 1)  # [D4]
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
         coefs = torch.tensor([learning_rate, clip_coef, args.ent_coef, args.vf_coef], device=device)
+        if not args.learn_std:  # explore first, then learn to act with little noise
+            agent.log_std.fill_(args.log_std_init - args.log_std_drop * max(0, 1 - 2 * remaining))
 
         # Rollout
         data, last, time_limits, episodes = rollout(envs, agent, act, env_state)
 
         # Advantages and updates
         initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
-        losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
+        losses = torch.zeros(len(LOSSES), device=device)
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(
@@ -523,7 +523,6 @@ def train(args, checkpoint=None):
             shuffled = torch.randperm(initial_states.shape[1], device=device)
             for index in shuffled.chunk(args.num_minibatches):  # [D6]
                 step(agent, opt, batch, initial_states, index, coefs, losses)
-                num_updates += 1
             kl = mean_over_ranks(losses - before)[LOSSES.index("approx_kl")] / args.num_minibatches
             if args.target_kl is not None and kl > args.target_kl:  # [X3]
                 break
@@ -535,9 +534,10 @@ def train(args, checkpoint=None):
         progress = {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                     "seconds": progress["seconds"] + seconds,
                     "episodes": (progress["episodes"] + episodes)[-100:]}
+        losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
-                 **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
+                 **dict(zip(LOSSES, losses.tolist(), strict=True))}
         for name, x in {"observations": data["raw_obs"], "rewards": data["rewards"], **means}.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")

@@ -104,7 +104,7 @@ class Args:
     chrono_init: bool = True  # units that remember for 1 to T steps (Tallec and Ollivier 2018)
     input_gain: float = 4.0  # gain of the RNN's input weights; 4 for one-hot inputs, else 1
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
-    learn_std: bool = True  # off: fixed std (judge by the deterministic return) [D24]
+    learn_std: bool = True  # learn the std, one for all states [D24]
 
     # Speed
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps

@@ -1,10 +1,11 @@
-"""What each part of Muesli is worth: trainings without it, a table and a figure.
+"""What each part of an algorithm is worth: trainings without it, a table and a figure.
 
-    python benchmarks/ablations.py runs/ablations --csv benchmarks/results/ablations.csv
-    python benchmarks/ablations.py benchmarks/results/ablations.csv --output benchmarks/results/ablations.png
+    python benchmarks/ablations.py details --runs runs/details --seeds 1 2     train what the table lacks
+    python benchmarks/ablations.py details --output benchmarks/results/details.png
 
-Trainings that are in the folder already are not repeated, so an interrupted series can be resumed. Learned:
-the mean over all evaluations of the training, of greedy actions: how soon and how well.
+Each training is added to the table when it ends; those in the table are not repeated, those that were
+interrupted are resumed. Effects are differences of means between a setting and the study's first, with
+95 % intervals from 10,000 bootstrap samples of both groups of seeds.
 """
 
 import subprocess
@@ -12,108 +13,198 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
+from typing import Literal
 
 import numpy as np
 import tyro
 from matplotlib.figure import Figure
 from scores import read_run
-from tables import over_seeds, read_csv, run, save_figure, write_csv
+from tables import UsageError, over_seeds, read_csv, run, save_figure, write_csv
 
-SCRIPT = Path(__file__).resolve().parent.parent / "muesli_cartpole.py"
-SETTINGS = {
-    "full": "",
-    "no-cmpo": "--cmpo-coef 0",
-    "no-policy-gradient": "--pg-coef 0",
-    "no-retrace": "--no-retrace",
-    "no-model-loss": "--model-coef 0",
-    "no-scaled-advantages": "--no-norm-adv",
-    "one-step-model": "--unroll-steps 1",
-    "no-replay": "--replay-share 0",
-    "replay-95": "--replay-share 0.95",
-    "gradient-through-clip": "--no-detach-ratio",
-    "sampled-cmpo": "--cmpo sampled",
-    "faster-prior": "--tau 0.1",
-}
-TASKS = {
-    "CartPole-v1": "--total-timesteps 30000",
-    "LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000",
+ROOT = Path(__file__).resolve().parent.parent
+
+@dataclass
+class Study:
+    command: str  # script and flags of all trainings
+    value: str  # column that is compared
+    tasks: dict  # {env_id: flags}
+    settings: dict  # {exp_name: flags}; the others are compared with the first
+
+MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
+STUDIES = {
+    "ablations": Study("muesli_cartpole.py --no-stop-early", "learned", {
+        "CartPole-v1": "--total-timesteps 30000",
+        "LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000",
+    }, {
+        "full": "",
+        "no-cmpo": "--cmpo-coef 0",
+        "no-policy-gradient": "--pg-coef 0",
+        "no-retrace": "--no-retrace",
+        "no-model-loss": "--model-coef 0",
+        "no-scaled-advantages": "--no-norm-adv",
+        "one-step-model": "--unroll-steps 1",
+        "no-replay": "--replay-share 0",
+        "replay-95": "--replay-share 0.95",
+        "gradient-through-clip": "--no-detach-ratio",
+        "sampled-cmpo": "--cmpo sampled",
+        "faster-prior": "--tau 0.1",
+    }),
+    "details": Study("ppo_continuous.py --preset none --eval-episodes 20", "eval_mean", MUJOCO, {
+        "default": "",
+        "one environment [D1]": "--num-envs 1 --num-steps 1024",
+        "rollouts of 2048 [D1]": "--num-steps 128 --num-minibatches 32",
+        "no orthogonal init [D2]": "--no-ortho-init",
+        "Adam's epsilon 1e-8 [D3]": "--adam-eps 1e-8",
+        "constant learning rate [D4]": "--no-anneal-lr",
+        "lambda 0.95 [D5]": "--gae-lambda 0.95",
+        "lambda 1: no GAE [D5]": "--gae-lambda 1",
+        "lambda 0: one-step TD [D5]": "--gae-lambda 0",
+        "one epoch [D6]": "--update-epochs 1",
+        "minibatches of 256 [D6]": "--num-minibatches 4",
+        "no advantage normalization [D7]": "--no-norm-adv",
+        "no ratio clipping [D8]": "--clip-coef 1000",
+        "value clipping [D9]": "--clip-vloss",
+        "learned std, entropy bonus 0.01 [D10]": "--learn-std --ent-coef 0.01",
+        "value coefficient 1 [D10]": "--vf-coef 1",
+        "no gradient clipping [D11]": "--max-grad-norm 0",
+        "shared network [D13]": "--share-network",
+        "learned std [D24]": "--learn-std",
+        "learned std from 1 [D24]": "--learn-std --log-std-init 0",
+        "constant std [D24]": "--log-std-drop 0",
+        "ReLU [D26]": "--activation relu",
+        "256 x 256 [D26]": "--hidden 256 256",
+        "no action clipping [D27]": "--no-clip-actions",
+        "raw observations [D28]": "--no-norm-obs",
+        "no observation clipping [D29]": "--clip-obs 0",
+        "reward scaling [D30]": "--norm-reward",
+        "the same for value normalization [D30]": "--norm-reward --no-norm-value",
+        "the same without clipping [D31]": "--norm-reward --no-norm-value --clip-reward 0",
+        "clip range annealing [X1]": "--anneal-clip",
+        "no KL limit [X3]": "--target-kl None",
+        "time limit terminal": "--no-truncation-bootstrap",
+        "advantages once a rollout": "--no-recompute-adv",
+        "no value normalization": "--no-norm-value",
+    }),
+    "historical": Study("ppo_continuous.py --preset historical --eval-episodes 20", "eval_mean",
+                        {"HalfCheetah-v5": "", "Hopper-v5": ""}, {
+        "historical": "",
+        "std that falls": "--no-learn-std --log-std-init -1",
+        "16 environments, 64 steps": "--num-envs 16 --num-steps 64 --num-minibatches 16",
+        "KL limit": "--target-kl 0.03",
+        "lambda 0.9": "--gae-lambda 0.9",
+        "advantages every epoch": "--recompute-adv",
+        "value normalization for reward scaling": "--norm-value --no-norm-reward",
+        "no value clipping": "--no-clip-vloss",
+        "bootstrap at time limits": "--truncation-bootstrap",
+    }),
 }
 
 @dataclass
 class Args:
-    source: tyro.conf.Positional[Path]  # folder for the runs, missing ones are trained; or a table
-    env_ids: tuple[str, ...] = ("CartPole-v1",)  # tasks, of those in TASKS
-    settings: tuple[str, ...] = tuple(SETTINGS)  # which parts to leave out or change
+    study: tyro.conf.Positional[Literal[tuple(STUDIES)]]  # one of STUDIES
+    runs: Path | None = None  # folder for trainings; default: only show the table
+    env_ids: tuple[str, ...] = ()  # tasks to train; default: all of the study
+    settings: tuple[str, ...] = ()  # settings to train; default: all of the study
     seeds: tuple[int, ...] = (1, 2, 3)  # a training each
     jobs: int = 2  # trainings at a time, of one thread each
-    csv: Path | None = None  # table to write, a row per training
+    csv: Path | None = None  # table, a row per training; default: results/STUDY.csv
     output: Path | None = None  # figure to write
 
-def train(folder, env_id, setting, seed):
-    """Train or resume, unless there is a finished run. Returns its folder."""
-    run_dir = folder / f"{env_id}__{setting}__{seed}"
+def train(study, folder, env_id, setting, seed):
+    """Train, or resume an interrupted training. Returns its row."""
+    name = "".join(c if c.isalnum() else "-" for c in setting)
+    run_dir = folder.resolve() / f"{env_id}__{name}__{seed}"
+    script, *flags = f"{study.command} {study.tasks[env_id]} {study.settings[setting]}".split()
+    flags += ["--env-id", env_id, "--exp-name", setting, "--seed", str(seed), "--run-dir", str(run_dir)]
+    if (run_dir / "checkpoint.pt").exists():
+        flags = ["--resume", str(run_dir)]
     if not (run_dir / "summary.json").exists():
-        flags = f"--env-id {env_id} --exp-name {setting} --seed {seed} --no-stop-early --run-dir {run_dir}"
-        flags += f" {TASKS[env_id]} {SETTINGS[setting]}"
-        if (run_dir / "checkpoint.pt").exists():
-            flags = f"--resume {run_dir}"
+        folder.mkdir(parents=True, exist_ok=True)
         with open(f"{run_dir}.txt", "a") as out:
-            subprocess.run([sys.executable, str(SCRIPT), *flags.split()], stdout=out, stderr=out, check=True)
-    return run_dir
+            subprocess.run([sys.executable, ROOT / script, *flags], stdout=out, stderr=out, check=True)
+    return read(study, run_dir)
 
-def read(run_dir):
+def read(study, run_dir):
     """Row of one training."""
-    import torch  # slow to import, and not needed for a table
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    returns = [value for _, value in checkpoint["progress"]["evaluations"]]
-    return read_run(run_dir) | {"learned": float(np.mean(returns)), "last_evaluation": returns[-1]}
+    row = read_run(run_dir)
+    if study.value == "learned":  # how soon and how well: the mean of Muesli's evaluations
+        import torch  # slow to import, and not needed for a table
+        checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+        returns = [value for _, value in checkpoint["progress"]["evaluations"]]
+        row |= {"learned": float(np.mean(returns)), "last_evaluation": returns[-1]}
+    return row
 
-def group(rows):
-    """{env_id: {setting: rows}}, in the order of SETTINGS."""
-    groups = {}
-    for env_id in dict.fromkeys(row["env_id"] for row in rows):
-        of_task = [row for row in rows if row["env_id"] == env_id]
-        settings = {name: [row for row in of_task if row["exp_name"] == name] for name in SETTINGS}
-        groups[env_id] = {name: runs for name, runs in settings.items() if runs}
-    return groups
+def group(rows, study):
+    """{env_id: {setting: values of its seeds}}, in the study's order."""
+    groups = {env_id: {setting: [] for setting in study.settings} for env_id in study.tasks}
+    for row in sorted(rows, key=lambda row: int(row["seed"])):
+        groups[row["env_id"]][row["exp_name"]].append(float(row[study.value]))
+    return {env_id: {name: values for name, values in settings.items() if values}
+            for env_id, settings in groups.items() if any(settings.values())}
+
+def effects(settings):
+    """{setting: (difference of means to the first setting, low, high)}."""
+    random = np.random.default_rng(0)
+    means = {name: random.choice(values, (10_000, len(values))).mean(1) for name, values in settings.items()}
+    first, *others = settings
+    return {name: (np.mean(settings[name]) - np.mean(settings[first]),
+                   *np.percentile(means[name] - means[first], [2.5, 97.5])) for name in others}
 
 def show(groups):
     for env_id, settings in groups.items():
-        print(f"| {env_id} | learned | each seed | last evaluation | solved at |\n|---|---|---|---|---|")
-        for name, runs in settings.items():
-            learned, last = ([float(row[key]) for row in runs] for key in ("learned", "last_evaluation"))
-            each = ", ".join(f"{value:.0f}" for value in learned)
-            solved = ", ".join(str(row["solved_at"] or "-") for row in runs)
-            print(f"| {name} | {over_seeds(learned)} | {each} | {np.mean(last):.0f} | {solved} |")
+        found = effects(settings)
+        print(f"| {env_id} | mean | each seed | effect | 95 % |\n|---|---|---|---|---|")
+        for name, values in settings.items():
+            each = ", ".join(f"{value:.0f}" for value in values)
+            effect, low, high = found.get(name, (0, 0, 0))
+            cells = f"{effect:+.0f} | {low:+.0f} to {high:+.0f}" if name in found else "- | -"
+            print(f"| {name} | {over_seeds(values)} | {each} | {cells} |")
 
 def draw(groups, path):
-    figure = Figure(figsize=(5.5 * len(groups), 3.6), layout="constrained")
-    for i, (env_id, settings) in enumerate(groups.items(), start=1):
-        axis = figure.add_subplot(1, len(groups), i)
-        for y, runs in enumerate(reversed(settings.values())):
-            learned = [float(row["learned"]) for row in runs]
-            axis.barh(y, np.mean(learned), color="C0", alpha=0.3)
-            axis.plot(learned, [y] * len(learned), "o", color="C0", ms=4)
-        axis.set_yticks(range(len(settings)), [*reversed(settings)])
-        axis.set_title(env_id)
-        axis.grid(alpha=0.3, axis="x")
-        axis.set_xlabel("mean return of all evaluations")
+    """A panel for each task: effects with intervals, sorted by their mean share of the spread of effects."""
+    found = {env_id: effects(settings) for env_id, settings in groups.items()}
+    names = sorted(set().union(*found.values()), key=lambda name: np.mean(
+        [of_task[name][0] / np.std(list(of_task.values())) for of_task in found.values() if name in of_task]))
+    figure = Figure(figsize=(2.5 + 3.3 * len(groups), 1 + 0.24 * len(names)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1, len(groups), sharey=True))
+    for axis, (env_id, of_task) in zip(axes, found.items(), strict=True):
+        for y, name in enumerate(names):
+            if name in of_task:
+                effect, low, high = of_task[name]
+                color = "C2" if low > 0 else "C3" if high < 0 else "C7"
+                axis.plot([low, high], [y, y], color=color)
+                axis.plot(effect, y, "o", color=color, ms=5)
+        axis.axvline(0, color="black", lw=0.8)
+        first, values = next(iter(groups[env_id].items()))
+        axis.set(title=env_id, xlabel=f"effect; {first}: {np.mean(values):.0f}", yticks=range(len(names)))
+        axis.set_yticklabels(names)
+        axis.grid(alpha=0.3)
     save_figure(figure, path)
 
 def main():
     args = tyro.cli(Args, description=__doc__)
-    if args.source.suffix == ".csv":
-        rows = read_csv(args.source, "learned")
-    else:
-        args.source.mkdir(parents=True, exist_ok=True)
-        runs = [(args.source.resolve(), env_id, name, seed)
-                for env_id in args.env_ids for seed in args.seeds for name in args.settings]
+    study = STUDIES[args.study]
+    table = args.csv or ROOT / "benchmarks" / "results" / f"{args.study}.csv"
+    unknown = {*args.env_ids, *args.settings} - {*study.tasks, *study.settings}
+    if unknown:
+        raise UsageError(f"{', '.join(unknown)}: not in the study {args.study}")
+    rows = read_csv(table, study.value) if table.exists() or not args.runs else []
+    done = {(row["env_id"], row["exp_name"], row["seed"]) for row in rows}
+    lock = Lock()
+
+    def work(todo):
+        row = train(study, args.runs, *todo)
+        with lock:
+            rows.append({name: str(value) for name, value in row.items()})
+            write_csv(table, rows)
+
+    if args.runs:
+        todo = [(env_id, setting, seed) for seed in args.seeds for setting in args.settings or study.settings
+                for env_id in args.env_ids or study.tasks]
         with ThreadPoolExecutor(args.jobs) as pool:
-            folders = list(pool.map(lambda run: train(*run), runs))
-        rows = [read(folder) for folder in folders]
-    if args.csv:
-        write_csv(args.csv, rows)
-    groups = group(rows)
+            list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
+    groups = group(rows, study)
     show(groups)
     if args.output:
         draw(groups, args.output)

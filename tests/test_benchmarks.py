@@ -288,7 +288,7 @@ def test_rows_and_curves_of_runs(call, tmp_path):
     for seed, run_dir in enumerate(runs, start=1):
         muesli.train(muesli.Args(seed=seed, run_dir=str(run_dir), preset="none", total_timesteps=600,
                                  num_envs=2, eval_frequency=100, eval_episodes=2, checkpoint_every=50))
-    row = ablations.read(runs[0])
+    row = ablations.read(ablations.STUDIES["ablations"], runs[0])
     assert row["command"] == ("python muesli_cartpole.py --seed 1 --eval-episodes 2 --checkpoint-every 50 "
                               "--env-id CartPole-v1 --total-timesteps 600 --num-envs 2 --eval-frequency 100 "
                               "--stop-early")
@@ -308,10 +308,31 @@ def test_rows_and_curves_of_runs(call, tmp_path):
 
 def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
     call(plot, "--overview", "--output", tmp_path / "overview.png")
-    table = call(ablations, plot.RESULTS / "ablations.csv", "--output", tmp_path / "ablations.png")
-    assert "| CartPole-v1 | learned | each seed | last evaluation | solved at |" in table
+    table = call(ablations, "ablations", "--output", tmp_path / "ablations.png")
+    assert "| CartPole-v1 | mean | each seed | effect | 95 % |" in table
     for name in ("overview", "ablations"):
         assert imread(tmp_path / f"{name}.png").shape[1] > 1200
+
+def test_effects_of_settings(call, tmp_path, monkeypatch):
+    """Differences to the first setting, each training once, the table kept after each."""
+    study = ablations.Study("x.py", "eval_mean", {"X-v1": ""}, {"default": "", "off": "", "never": ""})
+    monkeypatch.setitem(ablations.STUDIES, "details", study)
+    trained = []
+    def train(study, folder, env_id, setting, seed):
+        trained.append((setting, seed))
+        score = 10 * seed + (setting == "off")
+        return {"env_id": env_id, "exp_name": setting, "seed": seed, "eval_mean": score}
+    monkeypatch.setattr(ablations, "train", train)
+    flags = ["details", "--csv", tmp_path / "x.csv", "--runs", tmp_path, "--jobs", 1, "--settings", "default"]
+    call(ablations, *flags, "off", "--seeds", 1)
+    table = call(ablations, *flags, "off", "--seeds", 1, 2, "--output", tmp_path / "x.png").splitlines()
+    assert trained == [("default", 1), ("off", 1), ("default", 2), ("off", 2)]
+    assert table[2:] == ["| default | 15 ± 7 | 10, 20 | - | - |",
+                         "| off | 16 ± 7 | 11, 21 | +1 | -9 to +11 |"]
+    assert (tmp_path / "x.png").exists()
+    assert "other" in call(ablations, *flags, "other", status=2)
+    effect, low, high = ablations.effects({"a": [0.0] * 50, "b": [1.0] * 25 + [3.0] * 25})["b"]
+    assert (effect, low, high) == pytest.approx((2, 2 - 0.277, 2 + 0.277), abs=0.03)
 
 def test_speed_of_a_script(call, tmp_path):
     flags = "--flags=--num-trials 16 --total-timesteps 480"
@@ -387,8 +408,9 @@ def test_bad_tables_get_one_sentence_and_leave_the_old_one(call, paths, tmp_path
     old.write_text("old")
     if content is not None:
         bad.write_text(content)
-    for words in ((scores, bad, "--csv", old), (plot, bad, "--csv", old), (ablations, bad, "--csv", old),
-                  (adaptation, bad), (adaptation, paths[0], "--references", bad)):
+    for words in ((scores, bad, "--csv", old), (plot, bad, "--csv", old),
+                  (ablations, "ablations", "--csv", bad), (adaptation, bad),
+                  (adaptation, paths[0], "--references", bad)):
         error = call(*words, status=2)
         assert error.startswith("error: ") and error.count("\n") == 1 and str(bad) in error
     assert old.read_text() == "old"

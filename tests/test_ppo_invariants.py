@@ -5,6 +5,7 @@ import probes
 import pytest
 import torch
 from conftest import bare_agent, both_scripts, in_words, play, read_metrics, small_agent, watched_run, weights
+from torch.distributions import Normal
 
 import ppo_atari as atari
 import ppo_continuous as ppo
@@ -273,6 +274,15 @@ def test_epochs_stop_after_the_first_whose_mean_kl_exceeds_the_target(script, tm
         epochs = next((e + 1 for e in range(5) if means[e] > target_kl), 5)
         assert len(run(str(i), target_kl)) == 4 * epochs
         assert (i != 0) or (means[0] < target_kl and epochs == 2)
+
+def test_a_std_that_is_not_learned_is_constant_and_then_falls(tmp_path):
+    """Read from the entropy: log_std_init for half of the iterations, then linearly down by log_std_drop."""
+    fixed = {"env_id": "Pendulum-v1", "total_timesteps": 512, "log_std_init": -1.0, "log_std_drop": 2.0}
+    watched_run(tmp_path / "run", **fixed)  # eight iterations
+    entropy = torch.tensor([float(row["entropy"]) for row in read_metrics(tmp_path / "run")])
+    log_std = torch.tensor([-1, -1, -1, -1, -1, -1.5, -2, -2.5])
+    torch.testing.assert_close(entropy, Normal(0, log_std.exp()).entropy())
+    torch.testing.assert_close(ppo.load_checkpoint(tmp_path / "run")[0]["agent"]["log_std"], log_std[-1:])
 
 PENDULUM = {"env_id": "Pendulum-v1", "target_kl": None, "learning_rate": 3e-3, "log_std_init": 0.5,
             "num_minibatches": 2}
