@@ -135,7 +135,7 @@ RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "see
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
-    "Ant-v5": {"learn_std": True},
+    "Ant-v5": {"log_std_init": -1.5, "log_std_drop": 1.5},
     "Hopper-v5": {"gae_lambda": 0.95},
     "LunarLander-v3": {"ent_coef": 0.01},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,

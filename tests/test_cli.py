@@ -94,7 +94,7 @@ CLEANRL_ATARI = CLEANRL | {
 @pytest.mark.parametrize(("script", "flags", "preset", "values"), [
     (PPO, "--env-id Swimmer-v5 --gamma 0.9 --norm-value", "Swimmer-v5",
      {"gamma": 0.9, "norm_value": True, "num_steps": 1024, "norm_reward": True}),
-    (PPO, "--env-id Swimmer-v5 --preset Ant-v5", "Ant-v5", {"learn_std": True, "gamma": 0.99}),
+    (PPO, "--env-id Swimmer-v5 --preset Ant-v5", "Ant-v5", {"log_std_drop": 1.5, "gamma": 0.99}),
     (PPO, "--env-id Hopper-v5 --preset historical", "historical", CLEANRL_CONTINUOUS),
     ("ppo_atari", "--preset historical", "historical", CLEANRL_ATARI),
     ("ppo_atari", "--preset lstm --frame-stack 2", "lstm", {"frame_stack": 2, "rnn": "lstm"}),
