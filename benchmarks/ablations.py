@@ -186,11 +186,12 @@ def main():
     args = tyro.cli(Args, description=__doc__)
     study = STUDIES[args.study]
     table = args.csv or ROOT / "benchmarks" / "results" / f"{args.study}.csv"
-    unknown = {*args.env_ids, *args.settings} - {*study.tasks, *study.settings}
-    if unknown:
-        raise UsageError(f"{', '.join(unknown)}: not in the study {args.study}")
-    rows = read_csv(table, study.value) if table.exists() or not args.runs else []
+    needed = "env_id", "exp_name", "seed", study.value
+    rows = read_csv(table, *needed) if table.exists() or not args.runs else []
     done = {(row["env_id"], row["exp_name"], row["seed"]) for row in rows}
+    named = {*args.env_ids, *args.settings}.union(*(key[:2] for key in done))
+    if unknown := named - {*study.tasks, *study.settings}:
+        raise UsageError(f"{', '.join(unknown)}: not in the study {args.study}")
     lock = Lock()
 
     def work(todo):

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, fields
@@ -59,7 +60,7 @@ def command_of(args):
         elif isinstance(value, list):
             words.append(f"--{name} {' '.join(map(str, value))}")
         else:
-            words.append(f"--{name} {value}")
+            words.append(f"--{name} {shlex.quote(str(value))}")
     return " ".join(words)
 
 def read_run(folder):

@@ -287,11 +287,12 @@ def test_rows_and_curves_of_runs(call, tmp_path):
     runs = [tmp_path / f"run-{seed}" for seed in (1, 2)]
     for seed, run_dir in enumerate(runs, start=1):
         muesli.train(muesli.Args(seed=seed, run_dir=str(run_dir), preset="none", total_timesteps=600,
+                                 exp_name="two words",
                                  num_envs=2, eval_frequency=100, eval_episodes=2, checkpoint_every=50))
     row = ablations.read(ablations.STUDIES["ablations"], runs[0])
-    assert row["command"] == ("python muesli_cartpole.py --seed 1 --eval-episodes 2 --checkpoint-every 50 "
-                              "--env-id CartPole-v1 --total-timesteps 600 --num-envs 2 --eval-frequency 100 "
-                              "--stop-early")
+    assert row["command"] == ("python muesli_cartpole.py --exp-name 'two words' --seed 1 --eval-episodes 2 "
+                              "--checkpoint-every 50 --env-id CartPole-v1 --total-timesteps 600 --num-envs 2 "
+                              "--eval-frequency 100 --stop-early")
     evaluations = muesli.load_checkpoint(runs[0])[0]["progress"]["evaluations"]
     assert row["learned"] == pytest.approx(np.mean([value for _, value in evaluations]))
     assert row["last_evaluation"] == row["greedy_return"] == evaluations[-1][1]
@@ -331,6 +332,7 @@ def test_effects_of_settings(call, tmp_path, monkeypatch):
                          "| off | 16 ± 7 | 11, 21 | +1 | -9 to +11 |"]
     assert (tmp_path / "x.png").exists()
     assert "other" in call(ablations, *flags, "other", status=2)
+    assert "X-v1" in call(ablations, "historical", "--csv", tmp_path / "x.csv", status=2)
     effect, low, high = ablations.effects({"a": [0.0] * 50, "b": [1.0] * 25 + [3.0] * 25})["b"]
     assert (effect, low, high) == pytest.approx((2, 2 - 0.277, 2 + 0.277), abs=0.03)
 
