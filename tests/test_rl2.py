@@ -1,5 +1,6 @@
 """RL^2: its tasks against exact values, its memory, advantages and losses, its meta-tests."""
 
+import csv
 import math
 from functools import cache
 
@@ -89,7 +90,7 @@ def test_hints_of_an_mdp_are_what_optimal_and_random_play_would_still_collect():
             torch.testing.assert_close(hint[:, i] * 30, expected, rtol=1e-3, atol=1e-3)
         hint = tasks.step(torch.randint(5, (1000,)))[1]
     assert not hint.any()
-    references = rl2.REFERENCES["TabularMDP", 10, None]
+    references = rl2.REFERENCES["TabularMDP", 10, 5]
     for best, name in ((True, "task known"), (False, "random")):
         assert 10 * value(best, 10)[:, 0].mean().item() == pytest.approx(references[name], abs=4)
 
@@ -136,6 +137,10 @@ def test_goals_stay_for_a_trial_and_are_the_hints():
 
 def set_mass(env, rng):
     env.masscart = rng.uniform(0.5, 2)
+    env.total_mass = env.masscart + env.masspole  # what step() reads
+
+def set_nothing_that_matters(env, rng):
+    env.masscart = rng.uniform(0.5, 2)
 
 def set_typo(env, rng):
     env.mascart = rng.uniform(0.5, 2)
@@ -162,6 +167,21 @@ def test_a_sampler_sets_a_task_for_each_trial():
 def test_bad_task_samplers(sampler, words):
     with pytest.raises(rl2.UsageError, match=words):
         many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:{sampler}")
+
+def test_tasks_that_are_all_alike_are_warned_of(recwarn):
+    many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_mass")
+    assert not recwarn.list
+    many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_nothing_that_matters")
+    assert "are alike: step() reads none of it" in str(recwarn.pop().message)
+
+@pytest.mark.parametrize(("length", "gamma"), [(100, 1.0), (5, 0.95)])  # it takes eight steps to fall
+def test_discount_where_episodes_end_early(length, gamma, tmp_path, monkeypatch):
+    gammas, gae_over_trial = [], rl2.gae_over_trial
+    monkeypatch.setattr(rl2, "gae_over_trial", lambda *args: gammas.append(args[2]) or gae_over_trial(*args))
+    flags = CART | {"gamma": None, "episode_length": length, "total_timesteps": 16 * length,
+                    "run_dir": str(tmp_path / "run")}
+    rl2.train(rl2.Args(**SMALL | flags))
+    assert set(gammas) == {gamma}
 
 @pytest.mark.parametrize("flags", [{}, MDP | {"expected_reward": True}, VELOCITY])
 def test_inputs_are_the_observation_and_the_step_before(flags):
@@ -453,9 +473,9 @@ def test_half_of_a_meta_tests_directions_are_forward(monkeypatch):
     rl2.meta_test(agent, 10, True)
     assert [env.goal for env in made[-1].envs.envs] == [1, -1] * 5
 
-def test_summary_of_a_meta_test_and_the_goal_of_a_run(tmp_path, monkeypatch, capsys):
+def test_summary_of_a_meta_test(tmp_path, monkeypatch, capsys):
     """Five trials earn 1 to 5 in their first episode, 10 in each other; in training all earn 14 or 15."""
-    trained = iter([15.0, 14.0, 15.0, 15.0, 15.0])
+    trained = iter([15.0, 14.0])
 
     def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
         if when:
@@ -465,11 +485,11 @@ def test_summary_of_a_meta_test_and_the_goal_of_a_run(tmp_path, monkeypatch, cap
         return np.stack([first, *9 * [np.full(5, 10.0)]]), np.array([[1.0, -1.0], [3.0, 5.0]])
 
     monkeypatch.setattr(rl2, "meta_test", meta_test)
-    flags = {"test_every": 2, "stop_goal": 15.0, "stop_window": 2, "test_trials": 5, "total_timesteps": 1600,
-             "checkpoint_every": 100, "run_dir": str(tmp_path / "run")}
+    flags = {"test_every": 2, "test_trials": 5, "total_timesteps": 5 * 160, "run_dir": str(tmp_path / "run")}
     summary = rl2.train(rl2.Args(**SMALL | flags))
-    assert summary["global_step"] == 8 * 160  # two in a row have reached it
-    assert rl2.load_checkpoint(tmp_path / "run")[0]["progress"]["tests"] == [15, 14, 15, 15]
+    with open(tmp_path / "run" / "metrics.csv") as file:
+        tested = [float(row["test_return"]) for row in csv.DictReader(file)]
+    assert math.isnan(tested[0]) and tested[1:] == [15, 15, 14, 14]
     se = math.sqrt(2.5 / 5)
     for name, mean in (("trial_return", 93), ("trial_return_greedy", 94)):
         assert [summary[f"{name}_{key}"] for key in ("mean", "se", "cost")] == pytest.approx([mean, se, 5])
