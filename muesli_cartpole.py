@@ -3,7 +3,7 @@
 # dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control]>=1.4",
 #                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
-"""Muesli for discrete actions and vector observations (Hessel et al. 2021, arXiv 2104.06159).
+"""Muesli for discrete actions; vectors or small images (Hessel et al. 2021, arXiv 2104.06159).
 
     python muesli_cartpole.py                           solve CartPole-v1, then evaluate
     python muesli_cartpole.py --env-id LunarLander-v3   with its preset
@@ -99,6 +99,7 @@ class Args:
     norm_adv_decay: float = 0.99  # decay of that running moment per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too
+    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for observations (H, W, C) or (C, H, W)
     hidden_size: int = 128  # H, width of the latent state and all hidden layers
     dynamics: Literal["residual", "lstm"] = "residual"  # of the model; the paper has an LSTM
     num_bins: int = 51  # S, atoms of the value and reward heads
@@ -117,8 +118,7 @@ class Args:
 
     @property
     def window(self):
-        """W, rows of a sequence: L roots, K steps from the last one, and what follows."""
-        return self.seq_len + self.unroll_steps + 1
+        return self.seq_len + self.unroll_steps + 1  # W: L roots, K steps, and what follows
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
@@ -146,7 +146,9 @@ PRESETS = {
 }
 
 def make_envs(args, num_envs, video_dir=None):
-    """Environments with flat observations; the first is recorded to `video_dir`."""
+    """Environments, flat observations without a CNN; the first is recorded to `video_dir`."""
+    ndim = 3 if args.encoder == "cnn" else 1
+
     def make_env(i):
         recorded = args.capture_video and i == 0
         render = {"render_mode": "rgb_array"} if recorded else {}
@@ -155,7 +157,7 @@ def make_envs(args, num_envs, video_dir=None):
             import moviepy  # noqa: F401
             env.reset()
             assert env.render() is not None, "it renders nothing"
-        if len(env.observation_space.shape or ()) != 1:
+        if len(env.observation_space.shape or ()) != ndim:
             env = gym.wrappers.FlattenObservation(env)
         video = recorded and video_dir is not None
         return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if video else env
@@ -165,9 +167,12 @@ def make_envs(args, num_envs, video_dir=None):
         envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.NEXT_STEP)
     except Exception as error:
         raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
-    vector, discrete = envs.single_observation_space, envs.single_action_space
-    if not (isinstance(vector, Box) and isinstance(discrete, Discrete)):
-        raise UsageError(f"{args.env_id}: needs vectors and Discrete actions")
+    space, actions = envs.single_observation_space, envs.single_action_space
+    if not (isinstance(space, Box) and isinstance(actions, Discrete) and len(space.shape) == ndim):
+        raise UsageError(f"{args.env_id}: {space} with {actions} does not fit encoder {args.encoder}")
+    gigabytes = args.buffer_size * space.dtype.itemsize * np.prod(space.shape) / 1e9
+    if gigabytes > 8:
+        raise UsageError(f"buffer_size: a replay of {gigabytes:.0f} GB, and a checkpoint as large")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 def reset_envs(envs, *key):
@@ -224,11 +229,17 @@ def two_hot(x, support):
 class Network(nn.Module):
     """Representation, dynamics, prediction (4.3). Latent states (..., H), of an LSTM (..., 2H)."""
 
-    def __init__(self, obs_dim, num_actions, args):
+    def __init__(self, obs_shape, num_actions, args):
         super().__init__()
         H, self.num_actions, self.lstm = args.hidden_size, num_actions, args.dynamics == "lstm"
-        self.representation = nn.Sequential(nn.Linear(obs_dim, H), nn.ReLU(), nn.Linear(H, H),
-                                            nn.LayerNorm(H), nn.ReLU(), nn.Linear(H, H))
+        self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] < obs_shape[0]
+        if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
+            channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
+            first = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten(),
+                     nn.Linear(16 * (height - 2) * (width - 2), H)]
+        else:
+            first = [nn.Linear(*obs_shape, H), nn.ReLU(), nn.Linear(H, H)]
+        self.representation = nn.Sequential(*first, nn.LayerNorm(H), nn.ReLU(), nn.Linear(H, H))
         self.norm = nn.LayerNorm(H)
         if self.lstm:
             self.model = nn.LSTMCell(num_actions, H)
@@ -242,8 +253,10 @@ class Network(nn.Module):
             nn.init.normal_(head.weight, std=1e-2)
 
     def represent(self, obs):
-        """Latent states of observations (..., O)."""
-        state = self.norm(self.representation(obs.float()))
+        """Latent states of observations (..., O) or (..., H, W, C)."""
+        x = obs.float().flatten(0, -1 - self.obs_ndim)
+        x = x.movedim(-1, 1).contiguous() if self.channels_last else x
+        state = self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
         return torch.cat([state.tanh(), state], -1) if self.lstm else state
 
     def step(self, state, action):
@@ -273,9 +286,9 @@ class Agent(nn.Module):
         super().__init__()
         self.args, self.device, action_space = args, device, envs.single_action_space
         self.num_actions, self.first_action = int(action_space.n), int(action_space.start)
-        features, = envs.single_observation_space.shape
-        self.online = Network(features, self.num_actions, args)
-        self.target = Network(features, self.num_actions, args)
+        obs_shape = envs.single_observation_space.shape
+        self.online = Network(obs_shape, self.num_actions, args)
+        self.target = Network(obs_shape, self.num_actions, args)
         low, high = signed_hyperbolic(torch.tensor([args.value_min, args.value_max])).tolist()
         distance = (high - low) / (args.num_bins - 2)
         atoms = torch.arange(args.num_bins) - np.ceil(-low / distance)  # one of them is 0

@@ -163,8 +163,10 @@ BAD_FLAGS = {
     ],
     "muesli_cartpole": [
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
-        ("--env-id Pendulum-v1", "Pendulum-v1: needs vectors and Discrete actions"),
-        ("--env-id Words-v0", "Words-v0: needs vectors and Discrete actions"),
+        ("--env-id Pendulum-v1", "Box(-2.0, 2.0, (1,), float32) does not fit encoder mlp"),
+        ("--env-id Words-v0", "does not fit encoder mlp"),
+        ("--encoder cnn", "with Discrete(2) does not fit encoder cnn"),
+        ("--buffer-size 1000000000", "buffer_size: a replay of 16 GB"),
         ("--env-id Blind-v0 --capture-video", "Blind-v0: AssertionError: it renders nothing"),
         ("--value-min 1", "value_min = 1.0 is not in range"),
         ("--norm-adv-decay 1", "norm_adv_decay = 1.0 is not in range"),

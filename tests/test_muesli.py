@@ -30,7 +30,21 @@ class Choice(Probe):
     def reward(self, action):
         return self.t == 4 and action == 4
 
+class Planes(Probe):
+    """Five steps; the action that pays is the plane with a pixel."""
+
+    observation_space, length = Box(0, 1, (4, 5, 2), bool), 5
+
+    def observe(self):
+        obs = np.zeros((4, 5, 2), bool)
+        obs[3, self.t % 5, int(self.t in (1, 2, 4))] = True
+        return obs
+
+    def reward(self, action):
+        return self.observe().any((0, 1))[action]
+
 gym.register("MuesliChoice-v0", Choice)
+gym.register("MuesliPlanes-v0", Planes)
 gym.register("MuesliForever-v0", Forever)
 
 def small_args(**flags):
@@ -247,6 +261,23 @@ def test_an_update_moves_the_online_network_which_the_target_follows(clip, moved
     for network, name in ((agent.target, "target"), (agent.online, "params")):
         assert torch.equal(torch.nn.utils.parameters_to_vector(network.parameters()), opt[name])
     assert losses[-1].item() == pytest.approx(10 * opt["exp_avg"].norm().item(), rel=1e-3)
+
+def test_planes_come_first_or_last():
+    args, agents = small_args(encoder="cnn"), []
+    for shape in ((4, 5, 2), (2, 4, 5)):
+        spaces = {"single_observation_space": Box(0, 1, shape), "single_action_space": Discrete(3)}
+        agents.append(muesli.make_agent(SimpleNamespace(**spaces), args, CPU, None)[0])
+    obs = torch.rand(6, 3, 4, 5, 2)
+    last, first = agents[0].target(obs, ()), agents[1].target(obs.movedim(-1, -3), ())
+    assert all(torch.equal(x, y) for x, y in zip(last, first, strict=True))
+    torch.testing.assert_close(agents[0].target(obs[2], ())[0], last[0][:, 2])
+
+def test_learns_from_planes(tmp_path):
+    agent, _ = trained(tmp_path / "run", env_id="MuesliPlanes-v0", encoder="cnn", gamma=0.5, tau=0.1,
+                       value_min=-1, value_max=5, learning_rate=5e-3, total_timesteps=1_500)
+    assert muesli.play_episodes(agent, True, 0).mean() == 5
+    rows = muesli.load_checkpoint(tmp_path / "run")[0]["rows"]
+    assert rows["obs"].dtype == torch.bool and rows["obs"].shape[1:] == (4, 4, 5, 2)
 
 @pytest.mark.parametrize(("env_id", "terminal"), [("Chain-v0", 1), ("Forever-v0", 0)])
 def test_rows_of_a_rollout(env_id, terminal):
