@@ -14,9 +14,8 @@ A trial is n episodes in one unknown task. The RNN state is zero when a trial be
 across its episodes: it holds all that the agent learns of the task, as the weights do not change.
 PPO maximizes the return of whole trials.
 
-Ours, not the paper's, and off in `--preset published`: table of state-action cells, expected
-rewards in the advantages, a critic that sees the task, wide inputs and long memories of the RNN,
-an annealed entropy bonus, discount 1.
+Not the paper's, and off in `--preset published`: table of cells, expected rewards, critic that
+sees the task, wide inputs and long memories of the RNN, annealed entropy bonus, discount 1.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
 (observation, previous action, reward and done), M trials in a minibatch, H hint for the critic.
@@ -494,15 +493,17 @@ def gae_over_trial(rewards, values, gamma, gae_lambda):
         advantages[t] += gamma * gae_lambda * advantages[t + 1]
     return advantages
 
-BATCH = ("inputs", "hints", "actions", "logprobs", "values", "advantages", "returns")
+BATCH = ("inputs", "hints", "actions", "counted", "logprobs", "values", "advantages", "returns")
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 @torch.enable_grad()
 def train_step(agent, opt, batch, index, ent_coef, losses):
     """One optimizer step on the trials `index` (M,) of the batch (T, N, ...), by backpropagation
     through whole trials; the loss is equation 9 of Schulman et al. 2017."""
-    args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-    newlogprob, entropy, newvalue = agent(mb["inputs"], mb["hints"], mb["actions"])
+    args, mb = agent.args, {name: batch[name][:, index] for name in BATCH}
+    outputs, counted = agent(mb["inputs"], mb["hints"], mb["actions"]), mb["counted"]
+    newlogprob, entropy, newvalue = (x[counted] for x in outputs)
+    mb = {name: mb[name][counted] for name in ("logprobs", "values", "advantages", "returns")}
     mb_advantages = mb["advantages"]
     if args.norm_adv:  # [D7]
         mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
@@ -562,9 +563,9 @@ def rollout(tasks, agent):
     """Play one trial in N new tasks [D1]. Returns data (T, N, ...), episode returns (n, N)."""
     args, steps = agent.args, list(play(tasks, agent))
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-    returns, counted = episode_returns(data["rewards"], data["dones"], args.episodes_per_trial)
+    returns, data["counted"] = episode_returns(data["rewards"], data["dones"], args.episodes_per_trial)
     rewards = data["expected_rewards"] if args.expected_reward else data["rewards"]
-    data["rewards"] = rewards * counted
+    data["rewards"] = rewards * data["counted"]
     data["values"] = agent.get_value(data["inputs"], data["hints"])  # cheaper than step by step
     return data, returns
 
@@ -599,8 +600,7 @@ def train(args, checkpoint=None):
         # Rollout
         data, episodes = rollout(tasks, agent)
         if args.gamma is None:  # discounted, an early end costs little
-            ends = mean_over_ranks(data["dones"][: args.episode_length - 1].sum())
-            progress["ends_early"] |= ends.item() > 0
+            progress["ends_early"] |= mean_over_ranks(data["counted"].float().mean()).item() < 1
         gamma = (1.0 if progress["ends_early"] else 0.95) if args.gamma is None else args.gamma
 
         # Advantages and updates
@@ -608,13 +608,13 @@ def train(args, checkpoint=None):
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(data["inputs"], data["hints"])
+                values = values * data["counted"]  # 0 after the trial's last episode
                 advantages = gae_over_trial(data["rewards"], values, gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
                 if args.norm_value and epoch == 0:
-                    agent.value_rms.update(returns.flatten())
+                    agent.value_rms.update(returns[data["counted"]])
                     agent.value_std.copy_(agent.value_rms.std())
                 batch = data | {"advantages": advantages, "returns": returns}
-                batch = {name: batch[name] for name in BATCH}
             before = losses.clone()
             shuffled = torch.randperm(args.num_trials, device=device)
             for index in shuffled.chunk(args.num_minibatches):  # [D6]
@@ -638,7 +638,8 @@ def train(args, checkpoint=None):
         trial = 0, episodes.sum(0).mean().item(), args.trial_length  # logged as one episode
         progress |= {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                      "seconds": progress["seconds"] + seconds, "episodes": [trial]}
-        unexplained = (batch["returns"] - data["values"]).var() / (batch["returns"].var() + 1e-8)
+        value_error = batch["returns"] - data["values"]
+        unexplained = value_error[data["counted"]].var() / (batch["returns"][data["counted"]].var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
         for name, x in {"observations": data["obs"], "rewards": data["rewards"], **means}.items():
@@ -669,14 +670,13 @@ def load_sampler(args, env):
     if unknown or result is not None:
         raise UsageError(f"task_sampler {args.task_sampler} sets new {[*unknown]} and returns {result}: "
                          f"it must set attributes that {args.env_id} has and return nothing")
-
-    def answer(seed):
+    answers = set()
+    for seed in range(10):
         sampler(env, np.random.default_rng(seed))
         env.reset(seed=0)
         env.action_space.seed(0)
-        return repr([env.step(env.action_space.sample())[:2] for _ in range(8)])
-
-    if len({answer(seed) for seed in range(10)}) == 1:
+        answers.add(repr([env.step(env.action_space.sample())[:2] for _ in range(8)]))
+    if len(answers) == 1:
         warnings.warn(f"ten tasks of {args.task_sampler} are alike: step() reads none of it", stacklevel=2)
     return sampler
 

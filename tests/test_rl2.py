@@ -177,7 +177,13 @@ def test_tasks_that_are_all_alike_are_warned_of(recwarn):
 @pytest.mark.parametrize(("length", "gamma"), [(100, 1.0), (5, 0.95)])  # it takes eight steps to fall
 def test_discount_where_episodes_end_early(length, gamma, tmp_path, monkeypatch):
     gammas, gae_over_trial = [], rl2.gae_over_trial
-    monkeypatch.setattr(rl2, "gae_over_trial", lambda *args: gammas.append(args[2]) or gae_over_trial(*args))
+
+    def watched(rewards, values, gamma, gae_lambda):
+        gammas.append(gamma)
+        assert not values[rewards == 0].any()  # after a trial's last episode
+        return gae_over_trial(rewards, values, gamma, gae_lambda)
+
+    monkeypatch.setattr(rl2, "gae_over_trial", watched)
     flags = CART | {"gamma": None, "episode_length": length, "total_timesteps": 16 * length,
                     "run_dir": str(tmp_path / "run")}
     rl2.train(rl2.Args(**SMALL | flags))
@@ -330,9 +336,17 @@ def test_returns_of_episodes():
 
 def test_what_follows_the_scored_episodes_is_not_learned():
     """CartPole pays 1 a step: if all steps of a trial counted, all policies would earn the same."""
-    tasks, agent, _ = small_agent(**CART)
+    tasks, agent, opt = small_agent(**CART)
     data, episodes = rl2.rollout(tasks, agent)
     assert torch.equal(data["rewards"].sum(0), episodes.sum(0)) and (episodes.sum(0) < 80).any()
+    state, seen = {name: x.clone() for name, x in agent.state_dict().items()}, []
+    batch = data | {"advantages": torch.randn(80, 8), "returns": torch.randn(80, 8)}
+    other = {name: torch.where(data["counted"], x, x + 1) for name, x in batch.items() if x.dim() == 2}
+    for changed in ({}, other | {"actions": data["actions"], "counted": data["counted"]}):
+        agent.load_state_dict(state)
+        seen.append(torch.zeros(len(rl2.LOSSES)))
+        rl2.train_step(agent, opt, batch | changed, torch.arange(8), 0.1, seen[-1])
+    assert torch.equal(*seen)
 
 @pytest.mark.parametrize("flags", [
     {}, {"norm_adv": False, "clip_vloss": True, "max_grad_norm": 0.0}, {"rnn": "lstm", "clip_coef": 0.1},
@@ -343,7 +357,7 @@ def test_an_update_is_that_of_ppo(flags):
     tasks, agent, opt = small_agent(**MDP, **flags)
     agent.value_std.fill_(3.0)
     args, (data, _) = agent.args, rl2.rollout(tasks, agent)
-    batch = {name: data[name] for name in ("inputs", "hints", "actions", "logprobs", "values")}
+    batch = {name: data[name] for name in rl2.BATCH[:-2]}
     batch["advantages"] = 2 * torch.randn(30, 16) + 1
     batch["returns"] = batch["values"] + torch.randn(30, 16)
     index, params = torch.tensor([3, 9, 4]), list(agent.parameters())
