@@ -612,7 +612,7 @@ def train(args, checkpoint=None):
                 advantages = gae_over_trial(data["rewards"], values, gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
                 if args.norm_value and epoch == 0:
-                    agent.value_rms.update(returns[data["counted"]])
+                    agent.value_rms.update(returns.flatten())
                     agent.value_std.copy_(agent.value_rms.std())
                 batch = data | {"advantages": advantages, "returns": returns}
             before = losses.clone()
