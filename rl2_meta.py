@@ -82,7 +82,7 @@ class Args:
     anneal_lr: bool = True  # linearly to 0 [D4]
     adam_eps: float = 1e-5  # Adam's epsilon; PyTorch's default is 1e-8 [D3]
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
-    gamma: float | None = 1.0  # discount factor; None: 0.95, or 1 once an episode ends early
+    gamma: float | None = 1.0  # discount factor
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
     recompute_adv: bool = False  # advantages anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
@@ -154,7 +154,7 @@ PRESETS = {
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
-    "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": None},
+    "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": None},  # 0.95; 1 if episodes end early
     # Duan et al. 2016, but for the GRU (weight normalization, ReLU) and their KL line search.
     "published": {"rnn_hidden": 256, "gamma": 0.99, "gae_lambda": 0.3, "learning_rate": 1e-3,
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
@@ -658,7 +658,7 @@ def train(args, checkpoint=None):
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm
 
 def load_sampler(args, env):
-    """The user's function(env, rng) that sets a task, tried once."""
+    """The user's function(env, rng) that sets a task, tried on ten seeds."""
     module, _, name = args.task_sampler.partition(":")
     attributes = set(dir(env))
     try:
