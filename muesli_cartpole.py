@@ -100,8 +100,7 @@ class Args:
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too
     encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for observations (H, W, C) or (C, H, W)
-    hidden_size: int = 128  # H, width of the latent state and all hidden layers
-    dynamics: Literal["residual", "lstm"] = "residual"  # of the model; the paper has an LSTM
+    hidden_size: int = 128  # H, width of the latent state
     num_bins: int = 51  # S, atoms of the value and reward heads
     value_min: float = -2.0  # smallest value and reward of the heads
     value_max: float = 220.0  # largest value and reward
@@ -133,8 +132,8 @@ class Args:
 
 RANGES = {"gamma": (0, 1), "tau": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1),
           "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
-          "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 10**6),
-          "cmpo_clip": (0, 40), "eval_frequency": (0, 10**12), "seed": (0, 2**32 - 1)}
+          "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 1e6),
+          "cmpo_clip": (0, 40), "hidden_size": (2, 1e6), "eval_frequency": (0, 1e12), "seed": (0, 2**32 - 1)}
 PRESETS = {
     "none": {},
     "Acrobot-v1": {"total_timesteps": 100_000, "train_frequency": 4, "eval_frequency": 20_000,
@@ -227,11 +226,11 @@ def two_hot(x, support):
     return (1 - (x - support).abs() / (support[1] - support[0])).clamp(min=0)
 
 class Network(nn.Module):
-    """Representation, dynamics, prediction (4.3). Latent states (..., H), of an LSTM (..., 2H)."""
+    """Representation, dynamics, prediction (4.3)."""
 
     def __init__(self, obs_shape, num_actions, args):
         super().__init__()
-        H, self.num_actions, self.lstm = args.hidden_size, num_actions, args.dynamics == "lstm"
+        H = args.hidden_size
         self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] < obs_shape[0]
         if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
             channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
@@ -241,43 +240,34 @@ class Network(nn.Module):
             first = [nn.Linear(*obs_shape, H), nn.ReLU(), nn.Linear(H, H)]
         self.representation = nn.Sequential(*first, nn.LayerNorm(H), nn.ReLU(), nn.Linear(H, H))
         self.norm = nn.LayerNorm(H)
-        if self.lstm:
-            self.model = nn.LSTMCell(num_actions, H)
-        else:
-            self.model = nn.Sequential(nn.Linear(H + num_actions, H), nn.ReLU(), nn.Linear(H, H))
-        self.trunk = nn.Sequential(nn.Linear(H, 3 * H), nn.ReLU())
-        self.policy = nn.Linear(H, num_actions)
-        self.value, self.reward = nn.Linear(H, args.num_bins), nn.Linear(H, args.num_bins)
-        for head in (self.policy, self.value, self.reward):
-            nn.init.zeros_(head.bias)
-            nn.init.normal_(head.weight, std=1e-2)
+        self.from_state, self.from_action = nn.Linear(H, H), nn.Embedding(num_actions, H)
+        self.to_state = nn.Linear(H, H)
+        sizes = num_actions, args.num_bins, args.num_bins  # half as wide as H: learns as well, faster
+        heads = [nn.Sequential(nn.Linear(H, H // 2), nn.ReLU(), nn.Linear(H // 2, n)) for n in sizes]
+        self.policy, self.value, self.reward = heads
+        for head in heads:
+            nn.init.zeros_(head[-1].bias)
+            nn.init.normal_(head[-1].weight, std=1e-2)
 
     def represent(self, obs):
         """Latent states of observations (..., O) or (..., H, W, C)."""
         x = obs.float().flatten(0, -1 - self.obs_ndim)
         x = x.movedim(-1, 1).contiguous() if self.channels_last else x
-        state = self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
-        return torch.cat([state.tanh(), state], -1) if self.lstm else state
+        return self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
 
     def step(self, state, action):
-        """Latent states after these actions (...)."""
-        action = nn.functional.one_hot(action, self.num_actions).float()
-        if self.lstm:
-            hidden, cell = state.flatten(0, -2).chunk(2, -1)
-            return torch.cat(self.model(action.flatten(0, -2), (hidden, cell)), -1).view(state.shape)
-        return self.norm(state + self.model(torch.cat([state, action], -1)))
-
-    def predict(self, state):
-        """Logits of the policy (..., A), the value and the reward that led here (..., S)."""
-        policy, value, reward = self.trunk(state[..., : self.policy.in_features]).chunk(3, -1)
-        return self.policy(policy), self.value(value), self.reward(reward)
+        """Latent states after these actions (...), which may be broadcast."""
+        hidden = self.from_state(state) + self.from_action(action)
+        return self.norm(state + self.to_state(hidden.relu()))
 
     def forward(self, obs, actions):
-        """Predictions (K + 1, ...) at observations (..., O) and after each action (K, ...)."""
+        """Policies and values (K + 1, ...) at observations (..., O) and after each action
+        (K, ...), and the actions' rewards (K, ...), as logits."""
         states = [self.represent(obs)]
         for action in actions:
             states.append(self.step(states[-1], action))
-        return self.predict(torch.stack(states))
+        states = torch.stack(states)
+        return self.policy(states), self.value(states), self.reward(states[1:])
 
 class Agent(nn.Module):
     """The online network, and the target network: its moving average, which acts."""
@@ -302,7 +292,7 @@ class Agent(nn.Module):
 
     def act(self, obs, greedy):
         """Actions (N,) at observations (N, O), and the policy (N, A) they are from."""
-        policy = self.target.predict(self.target.represent(obs))[0].softmax(-1)
+        policy = self.target.policy(self.target.represent(obs)).softmax(-1)
         policy.lerp_(torch.full_like(policy, 1 / self.num_actions), self.args.prior_uniform)
         noise = torch.ones_like(policy) if greedy else torch.empty_like(policy).exponential_()
         return (policy / noise).argmax(-1), policy  # a sample: exponential race
@@ -340,16 +330,13 @@ def make_targets(agent, batch):
     taken. Updates the running second moment of advantages."""
     args, target, action = agent.args, agent.target, batch["actions"][..., None]
     state = target.represent(batch["obs"])  # (W, B, H)
-    logits, value_logits, _ = target.predict(state)
-    v_hat = agent.scalar(value_logits)  # (W, B)
+    v_hat = agent.scalar(target.value(state))  # (W, B)
     network_share = 1 - args.prior_behavior - args.prior_uniform
-    pi_prior = (network_share * logits.softmax(-1) + args.prior_behavior * batch["behavior"]
+    pi_prior = (network_share * target.policy(state).softmax(-1) + args.prior_behavior * batch["behavior"]
                 + args.prior_uniform / agent.num_actions)  # (W, B, A)
-    all_actions = torch.arange(agent.num_actions, device=agent.device).expand_as(pi_prior)
-    next_state = target.step(state[..., None, :].expand(*pi_prior.shape, -1), all_actions)
-    _, value_logits, reward_logits = target.predict(next_state)
-    r_hat = agent.scalar(reward_logits)  # (W, B, A)
-    q_hat = r_hat + args.gamma * agent.scalar(value_logits)  # (14)
+    next_state = target.step(state[..., None, :], torch.arange(agent.num_actions, device=agent.device))
+    r_hat = agent.scalar(target.reward(next_state))  # (W, B, A)
+    q_hat = r_hat + args.gamma * agent.scalar(target.value(next_state))  # (14)
     expected_q = (pi_prior * q_hat).sum(-1)  # (W, B)
     # Retrace (4.4)
     ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1).clamp(max=1)
@@ -380,8 +367,8 @@ LOSSES = ("policy_loss", "cmpo_loss", "model_loss", "value_loss", "reward_loss",
           "kl_to_prior", "clipped_targets", "grad_norm")
 
 def muesli_loss(outputs, agent, batch, targets):
-    """Policy (9), model (13), value and reward loss of the online network's outputs
-    (K + 1, L, B, ...). Returns the loss, and all LOSSES but grad_norm."""
+    """Policy (9), model (13), value and reward loss of what the online network predicts from L
+    roots (K + 1 or K, L, B, ...). Returns the loss, and all LOSSES but grad_norm."""
     args, L = agent.args, agent.args.seq_len
 
     def unroll(x):  # (W, B, ...) to (K + 1, L, B, ...): [k, t] is step k from root t
@@ -413,7 +400,7 @@ def muesli_loss(outputs, agent, batch, targets):
     value_loss = head_loss(value_logits, returns, (alive + absorbed) * root)
     rewards = unroll(batch["rewards"])[:-1] * (1 - after_end[1:])
     reward_mask = torch.maximum(1 - after_end, absorbed)[1:] * root
-    reward_loss = head_loss(reward_logits[1:], rewards, reward_mask)
+    reward_loss = head_loss(reward_logits, rewards, reward_mask)
     loss = (args.pg_coef * pg_loss + args.cmpo_coef * cmpo_loss + args.model_coef * model_loss
             + args.value_coef * value_loss + args.reward_coef * reward_loss)
     entropy = -masked_mean((logprobs[0].exp() * logprobs[0]).sum(-1), root)
