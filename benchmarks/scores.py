@@ -68,9 +68,6 @@ def read_run(folder):
     args = json.loads((folder / "args.json").read_text())
     row = {"env_id": args["env_id"], "exp_name": args["exp_name"]}
     row |= json.loads((folder / "summary.json").read_text())
-    last = read_csv(folder / "metrics.csv")[-1]
-    if "greedy_return" in last:  # Muesli's last evaluation while training
-        row["greedy_return"] = float(last["greedy_return"])
     row["command"] = command_of(args)
     row |= {name: args[name] for name in ("torch", "numpy", "gymnasium")}
     return row | {"python": platform.python_version(), "machine": machine(), "git_commit": args["git_commit"]}
@@ -89,13 +86,12 @@ def interval(values):
 def print_table(rows, bootstrap):
     """Mean and std over seeds of the deterministic evaluation's means, and of the sampled one's.
 
-    Muesli's deterministic one is its last while training. Runs that stop once they are solved end after
-    different numbers of steps: the median and greatest number that solved it. RL^2's runs are left to
-    adaptation.py, whose settings are more than a name."""
+    Runs of Muesli that stopped once they were solved show the median and greatest number of steps until then.
+    RL^2's runs are left to adaptation.py, whose settings are more than a name."""
     groups = defaultdict(list)
     for row in rows:
         if not row.get("trial_return_mean"):
-            early = row.get("greedy_return") and "--no-stop-early" not in row["command"]
+            early = row.get("solved_at") and "--no-stop-early" not in row["command"]
             steps = "" if early else f"{float(row['global_step']) / 1e3:.0f} k"
             groups[row["env_id"], row["exp_name"], steps].append(row)
     print("| environment | setting | steps | seeds | deterministic | sampled | each seed |"
@@ -103,11 +99,11 @@ def print_table(rows, bootstrap):
     print("|---|---|---|---|---|---|---|" + "---|" * bootstrap)
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
-        evals = [float(run.get("greedy_return") or run["eval_mean"]) for run in runs]
+        evals = [float(run["eval_mean"]) for run in runs]
         sampled = [float(run["eval_sampled_mean"]) for run in runs]
         digits = 1 if max(map(abs, evals)) < 50 else 0
         if not steps:
-            solved = [float(run["solved_at"] or "inf") for run in runs]
+            solved = [float(run["solved_at"]) for run in runs]
             steps = f"solved at {np.median(solved):.0f} (median), {max(solved):.0f} (last)"
         cells = [env_id, exp_name, steps, str(len(runs)), over_seeds(evals, digits),
                  over_seeds(sampled, digits), ", ".join(f"{value:.{digits}f}" for value in evals)]
