@@ -178,11 +178,11 @@ def show(groups):
 
 def draw(groups, path):
     """A panel for each task: effects with intervals, sorted by their mean share of the spread of effects."""
-    found = {env_id: effects(settings) for env_id, settings in groups.items()}
+    found = {env_id: effects(settings) for env_id, settings in groups.items() if len(settings) > 1}
     names = sorted(set().union(*found.values()), key=lambda name: np.mean(
         [of_task[name][0] / np.std(list(of_task.values())) for of_task in found.values() if name in of_task]))
-    figure = Figure(figsize=(2.5 + 3.3 * len(groups), 1 + 0.24 * len(names)), layout="constrained")
-    axes = np.atleast_1d(figure.subplots(1, len(groups), sharey=True))
+    figure = Figure(figsize=(2.5 + 3.3 * len(found), 1 + 0.2 * len(names)), layout="constrained")
+    axes = np.atleast_1d(figure.subplots(1, len(found), sharey=True))
     for axis, (env_id, of_task) in zip(axes, found.items(), strict=True):
         for y, name in enumerate(names):
             if name in of_task:
@@ -194,6 +194,7 @@ def draw(groups, path):
         first, values = next(iter(groups[env_id].items()))
         axis.set(title=env_id, xlabel=f"effect; {first}: {np.mean(values):.0f}", yticks=range(len(names)))
         axis.set_yticklabels(names)
+        axis.margins(y=0.02)
         axis.grid(alpha=0.3)
     save_figure(figure, path)
 
