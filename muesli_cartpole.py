@@ -136,7 +136,7 @@ RANGES = {"gamma": (0, 1), "tau": (0, 1), "retrace_lambda": (0, 1), "replay_shar
           "cmpo_clip": (0, 40), "hidden_size": (2, 1e6), "eval_frequency": (0, 1e12), "seed": (0, 2**32 - 1)}
 PRESETS = {
     "none": {},
-    "Acrobot-v1": {"total_timesteps": 100_000, "train_frequency": 4, "eval_frequency": 20_000,
+    "Acrobot-v1": {"total_timesteps": 200_000, "train_frequency": 4, "eval_frequency": 20_000,
                    "stop_early": False, "stop_return": -90.0, "gamma": 0.99,
                    "value_min": -120.0, "value_max": 2.0},
     "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "stop_early": False,
