@@ -136,8 +136,8 @@ LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epoch
 PRESETS = {
     "none": {},
     "Ant-v5": {"log_std_init": -1.5, "log_std_drop": 1.5},
-    "Hopper-v5": {"gae_lambda": 0.95},
     "LunarLander-v3": {"ent_coef": 0.01},
+    "MountainCarContinuous-v0": {"log_std_init": 0.5},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
                    "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
                    "norm_value": False, "norm_reward": True},
