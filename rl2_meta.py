@@ -148,7 +148,7 @@ SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_netw
 PRESETS = {
     "none": {},
     "hundred": {"episodes_per_trial": 100, "num_trials": 256, "num_minibatches": 8,
-                "learning_rate": 3e-3, "total_timesteps": 60_000_000},  # pulls of a Bandit
+                "total_timesteps": 60_000_000},  # pulls of a Bandit
     "TabularMDP": {"rnn_hidden": 128, "num_trials": 256, "num_minibatches": 8, "gae_lambda": 0.9,
                    "learning_rate": 0.02, "total_timesteps": 60_000_000},
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
