@@ -59,7 +59,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 100  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
@@ -101,6 +101,7 @@ class Args:
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too
     encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for observations (H, W, C) or (C, H, W)
     hidden_size: int = 128  # H, width of the latent state
+    head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
     value_min: float = -2.0  # smallest value and reward of the heads
     value_max: float = 220.0  # largest value and reward
@@ -130,10 +131,11 @@ class Args:
         if self.buffer_size < self.window * self.num_envs:
             raise UsageError(f"buffer_size: one sequence takes {self.window * self.num_envs} steps")
 
-RANGES = {"gamma": (0, 1), "tau": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1),
-          "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
-          "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 10**6), "cmpo_clip": (0, 40),
-          "hidden_size": (2, 10**6), "eval_frequency": (0, 10**12), "seed": (0, 2**32 - 1)}
+RANGES = {"gamma": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1), "cmpo_clip": (0, 40),
+          "tau": (0, 1), "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
+          "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 10**6), "seed": (0, 2**32 - 1),
+          "hidden_size": (2, 10_000), "head_size": (1, 10_000), "eval_frequency": (0, 10**12)}
+FIXED = ("env_id", "preset", "run_dir", "num_envs", "buffer_size", "value_min", "value_max")
 PRESETS = {
     "none": {},
     "Acrobot-v1": {"total_timesteps": 200_000, "train_frequency": 4, "eval_frequency": 20_000,
@@ -141,7 +143,7 @@ PRESETS = {
                    "value_min": -120.0, "value_max": 2.0},
     "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "stop_early": False,
                        "eval_frequency": 50_000, "stop_return": 200.0, "gamma": 0.997,
-                       "value_min": -400.0, "value_max": 400.0},
+                       "value_min": -400.0, "value_max": 400.0, "head_size": 128},
 }
 
 def make_envs(args, num_envs, video_dir=None):
@@ -156,7 +158,7 @@ def make_envs(args, num_envs, video_dir=None):
             import moviepy  # noqa: F401
             env.reset()
             assert env.render() is not None, "it renders nothing"
-        if len(env.observation_space.shape or ()) != ndim:
+        if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != ndim:
             env = gym.wrappers.FlattenObservation(env)
         video = recorded and video_dir is not None
         return gym.wrappers.RecordVideo(env, video_dir, lambda n: n == 0) if video else env
@@ -167,9 +169,10 @@ def make_envs(args, num_envs, video_dir=None):
     except Exception as error:
         raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
     space, actions = envs.single_observation_space, envs.single_action_space
-    if not (isinstance(space, Box) and isinstance(actions, Discrete) and len(space.shape) == ndim):
+    shape = space.shape or ()
+    if not isinstance(actions, Discrete) or len(shape) != ndim or min(sorted(shape)[1:], default=3) < 3:
         raise UsageError(f"{args.env_id}: {space} with {actions} does not fit encoder {args.encoder}")
-    gigabytes = args.buffer_size * space.dtype.itemsize * np.prod(space.shape) / 1e9
+    gigabytes = args.buffer_size * (space.dtype.itemsize * np.prod(shape) + 4 * actions.n + 20) / 1e9
     if gigabytes > 8:
         raise UsageError(f"buffer_size: a replay of {gigabytes:.0f} GB, and a checkpoint as large")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
@@ -230,7 +233,7 @@ class Network(nn.Module):
 
     def __init__(self, obs_shape, num_actions, args):
         super().__init__()
-        H = args.hidden_size
+        H, F = args.hidden_size, args.head_size
         self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] < obs_shape[0]
         if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
             channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
@@ -242,8 +245,8 @@ class Network(nn.Module):
         self.norm = nn.LayerNorm(H)
         self.from_state, self.from_action = nn.Linear(H, H), nn.Embedding(num_actions, H)
         self.to_state = nn.Linear(H, H)
-        sizes = num_actions, args.num_bins, args.num_bins  # half as wide: faster, as good on CartPole
-        heads = [nn.Sequential(nn.Linear(H, H // 2), nn.ReLU(), nn.Linear(H // 2, n)) for n in sizes]
+        sizes = num_actions, args.num_bins, args.num_bins
+        heads = [nn.Sequential(nn.Linear(H, F), nn.ReLU(), nn.Linear(F, n)) for n in sizes]
         self.policy, self.value, self.reward = heads
         for head in heads:
             nn.init.zeros_(head[-1].bias)
@@ -314,8 +317,7 @@ def cmpo(pi_prior, adv_hat, args):
     if args.cmpo == "exact":
         return pi_prior * exp_adv / (pi_prior * exp_adv).sum(-1, keepdim=True)
     n = args.cmpo_samples
-    samples = pi_prior.flatten(0, -2).multinomial(n, replacement=True)
-    samples = samples.view(*pi_prior.shape[:-1], n)  # (..., n)
+    samples = pi_prior.flatten(0, -2).multinomial(n, True).view(*pi_prior.shape[:-1], n)  # (..., n)
     sampled = exp_adv.gather(-1, samples)
     weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1, no 1 / N
     return torch.zeros_like(pi_prior).scatter_add_(-1, samples, weights)
@@ -352,8 +354,7 @@ def make_targets(agent, batch):
         agent.adv_var.lerp_(torch.stack([moment, moment.new_ones(())]), 1 - args.norm_adv_decay)
         scale = (agent.adv_var[0] / agent.adv_var[1] + 1e-12).rsqrt()
     pi_cmpo = cmpo(pi_prior, (q_hat - v_hat[..., None]) * scale, args)
-    adv_hat = advantages * scale
-    return {"pi_cmpo": pi_cmpo, "pi_prior": pi_prior, "returns": returns, "adv_hat": adv_hat}
+    return {"pi_cmpo": pi_cmpo, "pi_prior": pi_prior, "returns": returns, "adv_hat": advantages * scale}
 
 def episode_masks(last, terminal):
     """Where an unroll from each root stands, from its rows' flags (K + 1, ...).
@@ -466,17 +467,15 @@ def train(args, checkpoint=None):
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "clipped": False,
                 "episodes": [], "evaluations": []}
     if checkpoint:
-        progress, saved = checkpoint["progress"], checkpoint["args"]
-        if (args.num_envs, args.buffer_size) != (saved["num_envs"], saved["buffer_size"]):
-            raise UsageError("num_envs and buffer_size of a run cannot change")
+        progress = checkpoint["progress"]
         replay.add({name: x.to(device) for name, x in checkpoint["rows"].items()})
         replay.count = checkpoint["count"]
     # A checkpoint resets the environments: more of them would cut most episodes.
     num_iterations = args.total_timesteps // args.num_envs // args.train_frequency
-    save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.train_frequency)
+    save_every = args.checkpoint_every or max(1, num_iterations // 20, -(-1_000 // args.train_frequency))
     thresholds = args.stop_return, envs.unwrapped.envs[0].spec.reward_threshold, np.inf
     stop_return = next(x for x in thresholds if x is not None)
-    log = RunLog(args, progress["global_step"])
+    log = RunLog(args, device, progress["global_step"])
     env_state = reset_envs(envs, args.seed, 0, progress["iteration"])
     losses, num_updates = torch.zeros(len(LOSSES), device=device), 0  # since the last row
     last_time = time.perf_counter()
@@ -497,7 +496,7 @@ def train(args, checkpoint=None):
         if global_step >= args.learning_starts and replay.count >= args.window:
             train_step(agent, opt, replay.sample(args), learning_rate, losses)
             num_updates += 1
-        for name, x in {**rows, "losses": losses}.items():
+        for name, x in {**rows, "next_obs": torch.from_numpy(env_state.obs), "losses": losses}.items():
             if not x.isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
 
@@ -545,7 +544,7 @@ def play_episodes(agent, greedy, when, video_dir=None):
     envs = make_envs(args, N, video_dir)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
     with torch.random.fork_rng(devices=[]):
-        env_state = reset_envs(envs, args.seed, 2**31, when)  # training: 0 for 2**31
+        env_state = reset_envs(envs, args.seed, 2**31, when)  # in training 0
         for _ in range(0, limit, args.train_frequency):
             for n, episodic_return, _ in rollout(envs, agent, env_state, greedy)[1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
@@ -563,12 +562,11 @@ def solved_at(evaluations, stop_return):
 
 def evaluate(agent, run_dir, global_step):
     """Deterministic, then sampled actions. Returns the numbers for summary.json."""
-    args, N = agent.args, agent.args.eval_episodes
-    summary = {"eval_episodes": N}
+    args, N, summary = agent.args, agent.args.eval_episodes, {}
     for name, kind, greedy in (("eval", "deterministic", True), ("eval_sampled", "sampled", False)):
         print(f"{args.env_id} after {global_step:,} steps: {N} episodes, {kind} actions")
         x = play_episodes(agent, greedy, 0, run_dir / "videos" if greedy else None)
-        summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
+        summary |= {"eval_episodes": N, f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
         print(f"  return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
     return summary
 
@@ -582,9 +580,9 @@ def make_agent(envs, args, device, checkpoint):
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
+            opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
-        opt = {name: x.to(device) for name, x in checkpoint["opt"].items()}
         if not torch.cat([opt["params"], opt["target"]]).isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.online.parameters())
@@ -602,7 +600,7 @@ def load_checkpoint(run_dir):
 class RunLog:
     """The files of a run folder, and the lines on the console."""
 
-    def __init__(self, args, global_step):
+    def __init__(self, args, device, global_step):
         wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -620,10 +618,9 @@ class RunLog:
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
         rows = path.read_text().splitlines(keepends=True) if global_step else []
-        rows = [row for row in rows if row[0] == "g" or int(row.split(",")[0]) <= global_step]
-        path.write_text("".join(rows))
+        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
-        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, folder {run_dir}", flush=True)
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
         self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps",
                         bar_format=plain, mininterval=15 if plain else 0.1, smoothing=1)
@@ -687,6 +684,8 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
+        if args.resume and any(getattr(args, name) != getattr(default, name) for name in FIXED):
+            raise UsageError(f"{', '.join(FIXED)} of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:
         sys.exit(130)

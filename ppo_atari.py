@@ -3,7 +3,7 @@
 # dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[atari]>=1.4", "ale-py>=0.12",
 #                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
-"""Proximal Policy Optimization on pixels (Schulman et al. 2017, arXiv 1707.06347): all games of ALE.
+"""Proximal Policy Optimization on pixels (Schulman et al. 2017, arXiv 1707.06347): ALE's one-player games.
 
     python ppo_atari.py --env-id Breakout                    train, then evaluate
     python ppo_atari.py --resume runs/RUN                    resume a killed run exactly
@@ -11,7 +11,7 @@
 
 Shapes: T steps, N games, images of height H, width W and C channels (stacked frames), A actions;
 L steps per sequence (1 without an RNN), S = T * N / L sequences, M per minibatch, F features;
-RNN state (K, S, R), K = 1 or 2.
+RNN state (K, S, R), K = 0, 1 or 2.
 Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
 its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
 """
@@ -59,7 +59,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
 
     # Environment
     env_id: str = "Breakout"  # a game: Breakout, BreakoutNoFrameskip-v4, ALE/Breakout-v5
@@ -141,7 +141,7 @@ class Args:
             raise UsageError("an RNN needs share_network")
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len or sequences % self.num_minibatches:
-            raise UsageError(f"{sequences} sequences / {self.num_minibatches} minibatches")
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {sequences} sequences")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -450,9 +450,8 @@ def train(args, checkpoint=None):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most games.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 10_000 // args.num_steps)
-    log = RunLog(args, progress["global_step"]) if RANK == 0 else None
-    if log:
-        tqdm.write(f"{device}, {args.precision}, sticky actions {args.sticky}")
+    where = f"{device}, {args.precision}, sticky actions {args.sticky}"
+    log = RunLog(args, where, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     last_time = time.perf_counter()
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):
@@ -560,9 +559,9 @@ def make_agent(envs, args, device, checkpoint):
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
+            opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
-        opt = {name: x.to(device) for name, x in checkpoint["opt"].items()}
         if not opt["params"].isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
@@ -577,12 +576,12 @@ def load_checkpoint(run_dir):
         raise UsageError(f"'{run_dir}' holds no run of this script: {error}") from error
 
 def read_live(args, log, global_step):
-    """The flags as live.json changes them, which becomes live-{global_step}.json."""
-    shared = [args]
-    if log and (path := log.run_dir / "live.json").exists():
+    """The flags as live.json changes them, which becomes live-{global_step}.json (read again on resume)."""
+    names = ("live.json", f"live-{global_step}.json")
+    paths, shared = [log.run_dir / name for name in names if log], [args]
+    if path := next(filter(Path.exists, paths), None):
         try:
-            path = path.rename(path.with_stem(f"live-{global_step}"))
-            changes = json.loads(path.read_text())
+            changes = json.loads(path.replace(paths[1]).read_text())
             shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
@@ -595,7 +594,7 @@ def read_live(args, log, global_step):
 class RunLog:
     """The files of a run folder, and the lines on the console."""
 
-    def __init__(self, args, global_step):
+    def __init__(self, args, device, global_step):
         wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -613,10 +612,9 @@ class RunLog:
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
         rows = path.read_text().splitlines(keepends=True) if global_step else []
-        rows = [row for row in rows if row[0] == "g" or int(row.split(",")[0]) <= global_step]
-        path.write_text("".join(rows))
+        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
-        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, folder {run_dir}", flush=True)
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
         self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps",
                         bar_format=plain, mininterval=15 if plain else 0.1, smoothing=1)
@@ -693,6 +691,8 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
+        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+            raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -10,7 +10,7 @@
     python ppo_continuous.py --evaluate runs/RUN --capture-video
 
 Shapes: T steps, N environments, O observation, A action components; L steps per sequence
-(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 or 2.
+(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 0, 1 or 2.
 Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
@@ -57,7 +57,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id, also module:Env-v0
@@ -121,17 +121,18 @@ class Args:
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
-        numbers = {int: int, float: int | float, float | None: int | float | None}
+        numbers = {int: int, tuple[int, ...]: int, float: int | float, float | None: int | float | None}
         for field in fields(self):
             value, kind = getattr(self, field.name), numbers.get(field.type)
             low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
-            if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
+            values = value if isinstance(value, tuple) else [value]
+            if kind and not all(isinstance(x, kind) and (x is None or low <= x <= high) for x in values):
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         sequences = self.num_envs * self.num_steps // self.seq_len
         if self.num_steps % self.seq_len or sequences % self.num_minibatches:
             raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {sequences} sequences")
 
-RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
+RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
@@ -148,10 +149,10 @@ PRESETS = {
 }
 
 class VectorEnv(SyncVectorEnv):
-    """Collects no info but the action mask: MuJoCo's cost 5 to 10 % of a step."""
+    """Copies what is used of infos: the rest costs MuJoCo 5 to 10 % of a step."""
 
     def _add_info(self, infos, info, i):
-        kept = {name: info[name] for name in ("action_mask", "final_obs") if name in info}
+        kept = {name: np.hstack(info[name]) for name in ("action_mask", "final_obs") if name in info}
         return super()._add_info(infos, kept, i)
 
 def make_envs(args, num_envs, video_dir=None):
@@ -169,15 +170,14 @@ def make_envs(args, num_envs, video_dir=None):
         is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
         return env if is_vector else gym.wrappers.FlattenObservation(env)
 
-    if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
-        importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
     try:
+        if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
+            importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
         thunks = [lambda i=i: make_env(i) for i in range(num_envs)]
         envs = VectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
+        assert isinstance(envs.single_observation_space, Box), "observations are not a vector"
     except Exception as error:
         raise UsageError(f"{args.env_id}: {type(error).__name__}: {error}") from error
-    if not isinstance(envs.single_observation_space, Box):
-        raise UsageError(f"{args.env_id}: observations are not a vector")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 def reset_envs(envs, agent, *key):
@@ -194,7 +194,7 @@ def get_mask(infos, envs, agent):
     """Allowed choices (1, N, sum of choices): all where there is no mask [X4]."""
     mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
     for i in np.flatnonzero(agent.args.mask_actions & infos.get("_action_mask", False)):
-        mask[0, i] = torch.from_numpy(np.hstack(infos["action_mask"][i]).astype(bool))
+        mask[0, i] = torch.from_numpy(infos["action_mask"][i].astype(bool))
     return mask.to(agent.device)
 
 def read_action_space(space, args):
@@ -302,9 +302,8 @@ class Agent(nn.Module):
     def normalize(self, obs):
         """The environments' observations (..., O) as the networks' input."""
         if self.args.norm_obs:
-            obs = (obs.double() - self.obs_rms.mean) / self.obs_rms.std()  # [D28]
-            if self.args.clip_obs:
-                obs = obs.clamp(-self.args.clip_obs, self.args.clip_obs)  # [D29]
+            limit = self.args.clip_obs or torch.inf  # [D29]
+            obs = ((obs.double() - self.obs_rms.mean) / self.obs_rms.std()).clamp(-limit, limit)  # [D28]
         return obs.float().to(self.device)
 
     def encode(self, obs, rnn_state, starts):
@@ -481,8 +480,8 @@ def train(args, checkpoint=None):
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most episodes.
-    save_every = args.checkpoint_every or max(1, num_iterations // 20, 1_000 // args.num_steps)
-    log = RunLog(args, progress["global_step"]) if RANK == 0 else None
+    save_every = args.checkpoint_every or max(1, num_iterations // 20, -(-1_000 // args.num_steps))
+    log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     if args.norm_obs and not checkpoint:  # uncounted: no policy sees raw observations
         agent.obs_rms.update(rollout(envs, agent, act, env_state)[0]["raw_obs"])
@@ -582,9 +581,9 @@ def make_agent(envs, args, device, checkpoint):
     if checkpoint:
         try:
             agent.load_state_dict(checkpoint["agent"])
+            opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
-        opt = {name: x.to(device) for name, x in checkpoint["opt"].items()}
         if not opt["params"].isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
@@ -599,12 +598,12 @@ def load_checkpoint(run_dir):
         raise UsageError(f"'{run_dir}' holds no run of this script: {error}") from error
 
 def read_live(args, log, global_step):
-    """The flags as live.json changes them, which becomes live-{global_step}.json."""
-    shared = [args]
-    if log and (path := log.run_dir / "live.json").exists():
+    """The flags as live.json changes them, which becomes live-{global_step}.json (read again on resume)."""
+    names = ("live.json", f"live-{global_step}.json")
+    paths, shared = [log.run_dir / name for name in names if log], [args]
+    if path := next(filter(Path.exists, paths), None):
         try:
-            path = path.rename(path.with_stem(f"live-{global_step}"))
-            changes = json.loads(path.read_text())
+            changes = json.loads(path.replace(paths[1]).read_text())
             shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
@@ -617,7 +616,7 @@ def read_live(args, log, global_step):
 class RunLog:
     """The files of a run folder, and the lines on the console."""
 
-    def __init__(self, args, global_step):
+    def __init__(self, args, device, global_step):
         wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -635,10 +634,9 @@ class RunLog:
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
         rows = path.read_text().splitlines(keepends=True) if global_step else []
-        rows = [row for row in rows if row[0] == "g" or int(row.split(",")[0]) <= global_step]
-        path.write_text("".join(rows))
+        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
-        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, folder {run_dir}", flush=True)
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
         self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps",
                         bar_format=plain, mininterval=15 if plain else 0.1, smoothing=1)
@@ -706,6 +704,8 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
+        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+            raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -64,7 +64,7 @@ class Args:
     evaluate: str | None = None  # run folder to evaluate instead of training
     test_trials: int = 100_000  # of the meta-test, with greedy and with sampled actions each
     test_every: int = 0  # iterations between meta-tests of a tenth of test_trials; 0: none
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
 
     # Environment
     env_id: str = "Bandit"  # also TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir, Gymnasium's
@@ -239,10 +239,9 @@ class TabularMDP:
             self.cells = torch.cat([cell, cell * reward[:, None]], 1)
         edges = self.cumulative[self.trials, self.state, action]
         uniform = torch.rand_like(expected_reward)[:, None]
-        self.state = (uniform > edges).sum(1).clamp(max=self.STATES - 1)  # edges may end below 1
         self.t += 1
         done = self.t % self.HORIZON == 0
-        self.state = self.state * (not done)
+        self.state = (uniform > edges).sum(1).clamp(max=self.STATES - 1) * (not done)  # edges may end below 1
         return *self.observe(), reward, torch.full_like(reward, done), expected_reward
 
 class Runner(gym.Wrapper):
@@ -294,9 +293,9 @@ class Simulator:
             is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
             return env if is_vector else gym.wrappers.FlattenObservation(env)
 
-        if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
-            importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
         try:
+            if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
+                importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
             thunks = [lambda i=i: make_env(i) for i in range(num_trials)]
             self.envs = SyncVectorEnv(thunks, autoreset_mode=AutoresetMode.SAME_STEP)
         except Exception as error:
@@ -586,7 +585,7 @@ def train(args, checkpoint=None):
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     save_every = args.checkpoint_every or max(1, num_iterations // 20)
-    log = RunLog(args, progress["global_step"] if checkpoint else 0) if RANK == 0 else None
+    log = RunLog(args, device, progress["global_step"] if checkpoint else 0) if RANK == 0 else None
     seed_tasks(tasks, args.seed, RANK, progress["iteration"])
     if args.norm_obs and not checkpoint:
         agent.obs_rms.update(rollout(tasks, agent)[0]["obs"])
@@ -757,7 +756,7 @@ def load_checkpoint(run_dir):
 class RunLog:
     """The files of a run folder, and the lines on the console."""
 
-    def __init__(self, args, global_step):
+    def __init__(self, args, device, global_step):
         wandb = importlib.import_module("wandb") if args.track else None
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
@@ -775,10 +774,9 @@ class RunLog:
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
         rows = path.read_text().splitlines(keepends=True) if global_step else []
-        rows = [row for row in rows if row[0] == "g" or int(row.split(",")[0]) <= global_step]
-        path.write_text("".join(rows))
+        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
-        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, folder {run_dir}", flush=True)
+        print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
         self.bar = tqdm(total=args.total_timesteps, initial=global_step, unit=" steps",
                         bar_format=plain, mininterval=15 if plain else 0.1, smoothing=1)
@@ -847,6 +845,8 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check(default)
+        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+            raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:
         sys.exit(130)

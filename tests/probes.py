@@ -66,16 +66,18 @@ class Forever(Probe):
     length = None
 
 class Line(Probe):
-    """Observations 1, 2, 3 and 4; the third step ends the episode, by a time limit or in a terminal state."""
+    """Observations 1, 2, 3 and 4, all in one array; the third step ends the episode, by a time limit or
+    in a terminal state."""
 
     observation_space = Box(0, 100, (1,))
 
     def __init__(self, truncate=True):
         super().__init__()
-        self.truncate = truncate
+        self.truncate, self.obs = truncate, np.zeros(1, np.float32)
 
     def observe(self):
-        return np.full(1, self.t + 1, np.float32)
+        self.obs[:] = self.t + 1
+        return self.obs
 
     def step(self, action):
         obs, reward, *_ = super().step(action)

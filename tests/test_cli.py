@@ -120,7 +120,8 @@ def own_env(render_mode=None, **spaces):
 
 LEVELS = gym.spaces.Box(0, 9, (2,), int)
 for name, spaces in {"Blind-v0": {}, "Words-v0": {"observation_space": gym.spaces.Sequence(LEVELS)},
-                     "Levels-v0": {"action_space": LEVELS}}.items():
+                     "Levels-v0": {"action_space": LEVELS},
+                     "Planes-v0": {"observation_space": gym.spaces.Box(0, 1, (2, 2, 3))}}.items():
     gym.register(name, own_env, kwargs=spaces)
 gym.register("NoLimit-v0", gym.spec("CartPole-v1").entry_point)
 
@@ -138,13 +139,14 @@ BAD_FLAGS = {
     "ppo_continuous": [
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--env-id no_such_module:Env-v0", "no_such_module:Env-v0: ModuleNotFoundError"),
-        ("--env-id Words-v0", "Words-v0: observations are not a vector"),
+        ("--env-id Words-v0", "Words-v0: AssertionError: observations are not a vector"),
         ("--env-id Levels-v0", "are not supported"),
         ("--env-id Blind-v0 --capture-video", "Blind-v0: AssertionError: it renders nothing"),
         ("--env-kwargs '{no json'", "CartPole-v1: JSONDecodeError"),
         ("""--env-kwargs '{"continuous": true}'""", "unexpected keyword argument 'continuous'"),
         ("--num-minibatches 3", "num_minibatches 32 sequences"),
         ("--num-minibatches 4 --rnn gru", "num_minibatches 2 sequences"),
+        ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len must divide num_steps"),
         ("--total-timesteps 31", "total_timesteps leaves no rollout of 32 steps"),
         ("--target-kl -1", "target_kl = -1.0 is not in range: 0"),
@@ -152,8 +154,8 @@ BAD_FLAGS = {
     "ppo_atari": [
         ("--env-id Brekout", "Brekout is no single-player game of ALE; close names: ['breakout'"),
         ("--env-id ALE/Pong-v99", "ALE/Pong-v99 is no single-player game of ALE; close names: ['pong']"),
-        ("--num-minibatches 3", "32 sequences / 3 minibatches"),
-        ("--rnn lstm --num-minibatches 4", "2 sequences / 4 minibatches"),
+        ("--num-minibatches 3", "num_minibatches 32 sequences"),
+        ("--rnn lstm --num-minibatches 4", "num_minibatches 2 sequences"),
         ("--rnn lstm --no-share-network", "an RNN needs share_network"),
         ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
         ("--noop-max 2147483647", "noop_max = 2147483647 is not in range: 0 to 1000"),
@@ -166,7 +168,9 @@ BAD_FLAGS = {
         ("--env-id Pendulum-v1", "Box(-2.0, 2.0, (1,), float32) does not fit encoder mlp"),
         ("--env-id Words-v0", "does not fit encoder mlp"),
         ("--encoder cnn", "with Discrete(2) does not fit encoder cnn"),
-        ("--buffer-size 1000000000", "buffer_size: a replay of 16 GB"),
+        ("--env-id Planes-v0 --encoder cnn", "with Discrete(2) does not fit encoder cnn"),  # 2 x 2 pixels
+        ("--hidden-size 1000000", "hidden_size = 1000000 is not in range: 2 to 10000"),
+        ("--buffer-size 1000000000", "buffer_size: a replay of 44 GB"),
         ("--env-id Blind-v0 --capture-video", "Blind-v0: AssertionError: it renders nothing"),
         ("--value-min 1", "value_min = 1.0 is not in range"),
         ("--norm-adv-decay 1", "norm_adv_decay = 1.0 is not in range"),
@@ -262,17 +266,22 @@ def test_bad_run_folder(spoil, flags, words, finished, run_dir, refused):
 
 OTHER_ENV = {"ppo_continuous": "--env-id Acrobot-v1", "ppo_atari": "--env-id SpaceInvaders",
              "muesli_cartpole": "--env-id Acrobot-v1", "rl2_meta": "--num-arms 6"}
+FIXED = {"ppo_continuous": ("--env-id Acrobot-v1", "--preset historical", "--run-dir other"),
+         "ppo_atari": ("--env-id Pong", "--preset lstm", "--run-dir other"),
+         "muesli_cartpole": ("--env-id Acrobot-v1", "--preset Acrobot-v1", "--run-dir other", "--num-envs 4",
+                             "--buffer-size 1000", "--value-min -1", "--value-max 1"),
+         "rl2_meta": ("--env-id TabularMDP", "--preset hundred", "--run-dir other")}
 WEIGHTS = {"ppo_continuous": [("opt", "params")], "ppo_atari": [("opt", "params")],
            "muesli_cartpole": [("opt", "params"), ("opt", "target")], "rl2_meta": [("agent", "actor.bias")]}
 
 def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
     """Of another environment, with weights that are not finite, of another script."""
     script, path = finished.script, run_dir / "checkpoint.pt"
-    for flags in ("--evaluate run", "--resume run"):
-        assert "the checkpoint does not fit" in refused(script, f"{flags} {OTHER_ENV[script]}")
-        if script == "muesli_cartpole" and flags == "--resume run":
-            for flag in ("--num-envs 4", "--buffer-size 1000"):
-                assert "num_envs and buffer_size of a run cannot" in refused(script, f"{flags} {flag}")
+    assert "the checkpoint does not fit" in refused(script, f"--evaluate run {OTHER_ENV[script]}")
+    for flags in FIXED[script]:
+        assert "of a run cannot change" in refused(script, f"--resume run {flags}")
+    if script == PPO:  # a weight more, of the same name as a constant
+        assert "the checkpoint does not fit" in refused(script, "--evaluate run --learn-std")
     for part, name in WEIGHTS[script]:
         tensor = load(run_dir)[part][name]
         for value, flags in ((math.nan, "--evaluate run"), (math.inf, "--resume run")):
@@ -288,6 +297,7 @@ def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
 @pytest.mark.parametrize(("script", "part", "name"), [
     *((script, "losses", "policy_loss") for script in PPO_SCRIPTS), ("rl2_meta", "losses", "policy_loss"),
     ("muesli_cartpole", "losses", "losses"), ("muesli_cartpole", "obs", "obs"),
+    ("muesli_cartpole", "next_obs", "next_obs"),
     ("ppo_continuous", "raw_obs", "observations"), ("rl2_meta", "inputs", "policy_loss"),
     *((script, "rewards", "rewards") for script in (PPO, "muesli_cartpole", "rl2_meta")),
 ])  # fmt: skip
@@ -299,7 +309,8 @@ def test_what_is_not_finite_stops_the_run(script, part, name, main, tmp_path, mo
     def broken_rollout(*args):
         result = rollout(*args)
         if (run_dir / "checkpoint.pt").exists():
-            result[0][part].fill_(math.nan)
+            broken = torch.from_numpy(args[2].obs) if part == "next_obs" else result[0][part]
+            broken.fill_(math.nan)
         return result
 
     def broken_step(*args):
@@ -340,7 +351,7 @@ def test_default_run_folders(flags, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ppo.time, "time", lambda: 1000.5)
     for end in ("", f"_{os.getpid()}"):
-        log = ppo.RunLog(ppo.Args(**{"env_id": "CartPole-v1"} | flags), 0)
+        log = ppo.RunLog(ppo.Args(**{"env_id": "CartPole-v1"} | flags), "cpu", 0)
         log.writer.close()
         assert log.run_dir == Path("runs", f"{name}{end}") and (log.run_dir / "args.json").exists()
 
@@ -348,7 +359,7 @@ def test_progress_is_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     """Where there is no terminal. No return yet is "-"."""
     clock = [0.0]
     monkeypatch.setattr("tqdm.std.time", lambda: clock[0])
-    log = ppo.RunLog(ppo.Args(run_dir=str(tmp_path / "run"), total_timesteps=6400), 0)
+    log = ppo.RunLog(ppo.Args(run_dir=str(tmp_path / "run"), total_timesteps=6400), "cpu", 0)
     for step in range(64, 6401, 64):
         clock[0] += 10.0
         progress = {"global_step": step, "seconds": clock[0], "episodes": [(0, 7.0, 7)] * (step > 640)}
@@ -471,6 +482,13 @@ def test_a_live_file_that_is_not_understood_changes_nothing(content, tmp_path, c
     assert printed.startswith("step 96: live.json ") and printed.count("\n") == 1
     assert not path.exists() and (tmp_path / "live-96.json").exists()
     assert ppo.read_live(args, log, 128) is args and capsys.readouterr().out == ""
+
+def test_a_resumed_run_reads_the_live_file_again(tmp_path):
+    """Where the run did that was killed before the next checkpoint."""
+    log = SimpleNamespace(run_dir=tmp_path)
+    (tmp_path / "live.json").write_text('{"vf_coef": 1}')
+    found = [ppo.read_live(ppo.Args(), log, step).vf_coef for step in (96, 128, 64, 96, 128)]
+    assert found == [1, 0.5, 0.5, 1, 0.5]
 
 # ------------------------------------------------------------------------------------------------ compilation
 

@@ -15,7 +15,7 @@ from torch.nn.functional import kl_div
 
 import muesli_cartpole as muesli
 
-SMALL = {"num_envs": 4, "hidden_size": 32, "batch_size": 8, "seq_len": 8, "unroll_steps": 3,
+SMALL = {"num_envs": 4, "hidden_size": 32, "head_size": 16, "batch_size": 8, "seq_len": 8, "unroll_steps": 3,
          "eval_frequency": 0, "learning_starts": 100, "eval_episodes": 5}
 CPU = torch.device("cpu")
 
