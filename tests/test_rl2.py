@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 from torch.nn.functional import one_hot
 
 import rl2_meta as rl2
@@ -149,6 +150,29 @@ def set_and_return(env, rng):
     env.masscart = 1.0
     return env
 
+def set_and_fail(env, rng):
+    raise KeyError("no_mass")
+
+class Strict(gym.Env):
+    """Episodes of three steps, which nobody may step beyond."""
+
+    observation_space, action_space, pay = Box(0, 3, (1,)), Discrete(2), 0.0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.t < 3
+        self.t += 1
+        return np.full(1, self.t, np.float32), self.pay, self.t == 3, False, {}
+
+gym.register("Strict-v0", Strict)
+
+def set_pay(env, rng):
+    env.pay = rng.uniform()
+
 def test_a_sampler_sets_a_task_for_each_trial():
     tasks, agent, _ = small_agent(**CART)
     masses = []
@@ -163,6 +187,7 @@ def test_a_sampler_sets_a_task_for_each_trial():
     ("small_agent", "takes 0 positional arguments but 2 were given"),
     ("nothing", "has no attribute 'nothing'"),
     ("CPU", "not callable"),
+    ("set_and_fail", "no_mass"),
 ])  # fmt: skip
 def test_bad_task_samplers(sampler, words):
     with pytest.raises(rl2.UsageError, match=words):
@@ -172,7 +197,9 @@ def test_tasks_that_are_all_alike_are_warned_of(recwarn):
     many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_mass")
     assert not recwarn.list
     many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_nothing_that_matters")
-    assert "are alike: step() reads none of it" in str(recwarn.pop().message)
+    assert "are alike in eight random steps" in str(recwarn.pop().message)
+    many_tasks(2, env_id="Strict-v0", task_sampler=f"{__name__}:set_pay")
+    assert not recwarn.list
 
 @pytest.mark.parametrize(("length", "gamma"), [(100, 1.0), (5, 0.95)])  # it takes eight steps to fall
 def test_discount_where_episodes_end_early(length, gamma, tmp_path, monkeypatch):
