@@ -155,8 +155,7 @@ PRESETS = {
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": None},  # 0.95; 1 if episodes end early
-    # Duan et al. 2016, but for the GRU (weight normalization, ReLU) and their KL line search; at ten
-    # pulls with a tenth of their batch (--num-trials 25000).
+    # Duan et al. 2016, but for the GRU and the KL line search; ten pulls: they have 25,000 trials.
     "published": {"rnn_hidden": 256, "gamma": 0.99, "gae_lambda": 0.3, "learning_rate": 1e-3,
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
                   "update_epochs": 5, "target_kl": 0.01, "clip_coef": 0.1, "ent_coef": 0.0,
@@ -226,9 +225,8 @@ class TabularMDP:
         return self.observe()
 
     def observe(self):
-        episode, t = divmod(self.t, self.HORIZON)
-        episodes_left = self.num_episodes - 1 - episode
-        hint = self.values[t, self.trials, self.state] + episodes_left * self.values[0, :, 0]
+        t, later = self.t % self.HORIZON, self.num_episodes - 1 - self.t // self.HORIZON  # episodes
+        hint = self.values[t, self.trials, self.state] + later * self.values[0, :, 0]
         obs = torch.cat([one_hot(self.state, self.STATES), self.cells], 1)
         return obs, hint / (self.num_episodes * self.HORIZON)
 
@@ -603,7 +601,7 @@ def train(args, checkpoint=None):
         gamma = (1.0 if progress["ends_early"] else 0.95) if args.gamma is None else args.gamma
 
         # Advantages and updates
-        losses, num_updates = torch.zeros(len(LOSSES), device=device), 0
+        losses = torch.zeros(len(LOSSES), device=device)
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(data["inputs"], data["hints"])
@@ -615,10 +613,8 @@ def train(args, checkpoint=None):
                     agent.value_std.copy_(agent.value_rms.std())
                 batch = data | {"advantages": advantages, "returns": returns}
             before = losses.clone()
-            shuffled = torch.randperm(args.num_trials, device=device)
-            for index in shuffled.chunk(args.num_minibatches):  # [D6]
+            for index in torch.randperm(args.num_trials, device=device).chunk(args.num_minibatches):  # [D6]
                 train_step(agent, opt, batch, index, ent_coef, losses)
-                num_updates += 1
             kl = mean_over_ranks(losses - before)[LOSSES.index("approx_kl")] / args.num_minibatches
             if args.target_kl is not None and kl > args.target_kl:  # [X3]
                 break
@@ -639,8 +635,9 @@ def train(args, checkpoint=None):
                      "seconds": progress["seconds"] + seconds, "episodes": [trial]}
         value_error = batch["returns"] - data["values"]
         unexplained = value_error[data["counted"]].var() / (batch["returns"][data["counted"]].var() + 1e-8)
+        losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
-                 **dict(zip(LOSSES, (mean_over_ranks(losses) / num_updates).tolist(), strict=True))}
+                 **dict(zip(LOSSES, losses.tolist(), strict=True))}
         for name, x in {"observations": data["obs"], "rewards": data["rewards"], **means}.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
@@ -708,8 +705,7 @@ REFERENCES = {
 
 def evaluate(agent, run_dir, global_step):
     """Meta-test with greedy, then with sampled actions. Returns the numbers for summary.json."""
-    args, n, num_trials = agent.args, agent.args.episodes_per_trial, agent.args.test_trials
-    summary = {"eval_episodes": num_trials * n}
+    args, n, num_trials, summary = agent.args, agent.args.episodes_per_trial, agent.args.test_trials, {}
     for greedy, name, prefix in ((True, "eval", "greedy_"), (False, "eval_sampled", "")):
         kind = f"{num_trials} trials in new tasks, {'greedy' if greedy else 'sampled'} actions"
         print(f"{args.env_id} after {global_step:,} steps: {kind}", flush=True)
@@ -718,11 +714,15 @@ def evaluate(agent, run_dir, global_step):
         mean, std = rows.mean(1).tolist(), rows[0].std().item()
         se = (rows.std(1, ddof=min(1, num_trials - 1)) / num_trials**0.5).tolist()
         key = f"trial_return_{prefix}".removesuffix("_")
-        summary |= {f"{name}_mean": mean[0], f"{name}_std": std, f"{key}_mean": mean[0], f"{key}_se": se[0],
+        summary |= {f"{name}_mean": mean[0], f"{name}_std": std, "eval_episodes": num_trials * n,
+                    f"{key}_mean": mean[0], f"{key}_se": se[0],
                     f"{prefix}episode_returns": mean[1:], f"{prefix}episode_returns_se": se[1:]}
         shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
         print(f"  return {mean[0]:.3f} +- {se[0]:.3f}, by episode "
               + ", ".join(f"{i}: {mean[i]:.3f}" for i in shown))
+        if args.env_id.endswith("Dir"):
+            summary[f"{key}_goals"] = [rows[0, i % num_trials :: 2].mean().item() for i in (0, 1)]
+            print("  trials forward, backward:", *np.round(summary[f"{key}_goals"], 1))
         if errors.size:
             summary[f"{key}_cost"] = np.abs(errors).sum(0).mean().item()
             print(f"  last episode's sum of |velocity - goal|: {summary[f'{key}_cost']:.1f}")

@@ -506,13 +506,16 @@ def test_errors_of_all_tasks_of_a_velocity():
     assert (np.abs(errors).sum(0) < -episodes[1] + 1e-3).all()  # a return is that and the actions' cost
     assert len(np.unique(errors[0])) == 210
 
-def test_half_of_a_meta_tests_directions_are_forward(monkeypatch):
-    """Drawn, they would be 83 of 200 with one seed and 106 with another."""
+def test_half_of_a_meta_tests_directions_are_forward(monkeypatch, tmp_path):
+    """Drawn, they would be 83 of 200 with one seed and 106 with another. Each has its own mean."""
     made, make_tasks = [], rl2.make_tasks
     monkeypatch.setattr(rl2, "make_tasks", lambda *args: made.append(make_tasks(*args)) or made[-1])
-    _, agent, _ = small_agent(**VELOCITY | {"env_id": "HalfCheetahDir"})
+    _, agent, _ = small_agent(**VELOCITY | {"env_id": "HalfCheetahDir", "test_trials": 9})
     rl2.meta_test(agent, 10, True)
     assert [env.goal for env in made[-1].envs.envs] == [1, -1] * 5
+    returns = np.array([[1.0, 2.0] * 4 + [1.0], [10.0, 20.0] * 4 + [10.0]])
+    monkeypatch.setattr(rl2, "meta_test", lambda *_: (returns, np.zeros(0)))
+    assert rl2.evaluate(agent, tmp_path, 0)["trial_return_goals"] == [11, 22]
 
 def test_summary_of_a_meta_test(tmp_path, monkeypatch, capsys):
     """Five trials earn 1 to 5 in their first episode, 10 in each other; in training all earn 14 or 15."""
