@@ -16,9 +16,10 @@ state, S support atoms. pi_prior, v_hat, q_hat, r_hat are those of the target ne
 Tags: (7) to (14) are equations of the paper, (4.5) is a section.
 
 Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03
-[0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms [601], exact KL and E[q] [16 samples];
-residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps
-are drawn while new [once]; losses are means over unmasked steps; ratios' bias stays.
+[0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms from value_min to value_max [601 from
+-300 to 300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM],
+residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps are
+drawn while new [once]; losses are means over unmasked steps; clipped ratios stay biased.
 """
 
 import importlib
