@@ -47,7 +47,7 @@ def test_the_folder_of_a_run(finished):
     assert args["torch"] == torch.__version__ and args["numpy"] and args["gymnasium"]
     assert {name: args[name] for name in ("preset", "run_dir", "seed")} == {
         "preset": "none", "run_dir": "run", "seed": 1}
-    assert f"{args['env_id']}, seed 1, preset none, folder run\n" in finished.out
+    assert f"{args['env_id']}, seed 1, preset none, cpu" in finished.out and ", in run\n" in finished.out
 
 def test_metrics_and_events(finished):
     """The same numbers in both, finite but for returns before an episode has ended."""
