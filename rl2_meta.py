@@ -141,7 +141,7 @@ class Args:
             if name not in own and getattr(self, name) != getattr(default, name):
                 raise UsageError(f"{name} is of no use in {self.env_id}")
 
-RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-20, 20), "seed": (0, 2**32 - 1)}
+RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_network": False, "gamma": 0.99,
              "episodes_per_trial": 2, "num_trials": 8, "update_epochs": 10, "target_kl": 0.03,
              "norm_obs": True, "learning_rate": 1e-3, "ent_coef": 0.0, "test_trials": 200}
