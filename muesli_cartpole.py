@@ -545,7 +545,7 @@ def play_episodes(agent, greedy, when, video_dir=None):
     envs = make_envs(args, N, video_dir)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
     with torch.random.fork_rng(devices=[]):
-        env_state = reset_envs(envs, args.seed, 2**31, when)  # in training 0
+        env_state = reset_envs(envs, args.seed, 2**31, when)  # 0 in training
         for _ in range(0, limit, args.train_frequency):
             for n, episodic_return, _ in rollout(envs, agent, env_state, greedy)[1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
