@@ -34,10 +34,8 @@ class Study:
 
 MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
 STUDIES = {
-    "ablations": Study("muesli_cartpole.py --no-stop-early", "learned", {
-        "CartPole-v1": "--total-timesteps 30000",
-        "LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000",
-    }, {
+    "ablations": Study("muesli_cartpole.py", "learned",
+                       {"LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000"}, {
         "full": "",
         "no-cmpo": "--cmpo-coef 0",
         "no-policy-gradient": "--pg-coef 0",
