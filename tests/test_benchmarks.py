@@ -313,8 +313,10 @@ def test_rows_and_curves_of_runs(call, tmp_path):
 
 def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
     call(plot, "--overview", "--output", tmp_path / "overview.png")
-    table = call(ablations, "additions", "--output", tmp_path / "additions.png")
-    assert "| TabularMDP | mean | each seed | effect | 95 % |" in table
+    table = call(ablations, "ablations")
+    table += call(ablations, "additions", "--output", tmp_path / "additions.png")
+    for env_id in ("LunarLander-v3", "Bandit", "TabularMDP"):
+        assert f"| {env_id} | mean | each seed | effect | 95 % |" in table
     for name in ("overview", "additions"):
         assert imread(tmp_path / f"{name}.png").shape[1] > 1200
 
