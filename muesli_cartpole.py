@@ -144,7 +144,7 @@ PRESETS = {
                    "value_min": -120.0, "value_max": 2.0},
     "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "stop_early": False,
                        "eval_frequency": 50_000, "stop_return": 200.0, "gamma": 0.997,
-                       "value_min": -400.0, "value_max": 400.0, "head_size": 128},
+                       "value_min": -400.0, "value_max": 400.0, "head_size": 128, "tau": 0.1},
 }
 
 def make_envs(args, num_envs, video_dir=None):

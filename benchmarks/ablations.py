@@ -35,7 +35,7 @@ class Study:
 MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
 STUDIES = {
     "ablations": Study("muesli_cartpole.py", "learned",
-                       {"LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000"}, {
+                       {"LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000 --tau 0.03"}, {
         "full": "",
         "no-cmpo": "--cmpo-coef 0",
         "no-policy-gradient": "--pg-coef 0",
