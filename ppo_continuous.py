@@ -622,7 +622,7 @@ class RunLog:
         run_dir = Path(args.resume or args.run_dir or "runs/" + name.replace("/", "_").replace(":", "_"))
         if not (args.resume or args.run_dir) and run_dir.exists():
             run_dir = Path(f"{run_dir}_{os.getpid()}")  # of the same second
-        run_dir.mkdir(parents=True, exist_ok=bool(args.resume))
+        run_dir.mkdir(parents=True, exist_ok=args.resume or (args.run_dir and not any(run_dir.glob("*"))))
         self.args, self.run_dir = args, run_dir
         commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>{os.devnull}")
         about = {"script": Path(__file__).stem, "git_commit": commit or None, "torch": torch.__version__,

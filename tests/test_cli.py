@@ -355,6 +355,15 @@ def test_default_run_folders(flags, name, tmp_path, monkeypatch):
         log.writer.close()
         assert log.run_dir == Path("runs", f"{name}{end}") and (log.run_dir / "args.json").exists()
 
+@all_scripts
+def test_a_run_folder_may_exist_while_it_is_empty(script, tmp_path):
+    module = importlib.import_module(script)
+    args = module.Args(run_dir=str(tmp_path))
+    module.RunLog(args, "cpu", 0).writer.close()
+    assert (tmp_path / "args.json").exists()
+    with pytest.raises(FileExistsError):
+        module.RunLog(args, "cpu", 0)
+
 def test_progress_is_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     """Where there is no terminal. No return yet is "-"."""
     clock = [0.0]
