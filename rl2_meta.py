@@ -15,7 +15,7 @@ across its episodes: it holds all that the agent learns of the task, as the weig
 PPO maximizes the return of whole trials.
 
 Not the paper's, and off in `--preset published`: table of cells, expected rewards, critic that
-sees the task, wide inputs and long memories of the RNN, annealed entropy bonus, discount 1.
+sees the task, wide inputs and long memories of the RNN, entropy bonus, discount 1.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
 (observation, previous action, reward and done), M trials in a minibatch, H hint for the critic.
@@ -103,7 +103,7 @@ class Args:
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
     chrono_init: bool = True  # units that remember for 1 to T steps (Tallec and Ollivier 2018)
-    input_gain: float = 4.0  # gain of the RNN's input weights; 4 for one-hot inputs, else 1
+    input_gain: float = 4.0  # gain of the RNN's input weights; 4 for bandits, else 1
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     learn_std: bool = True  # learn the std, one for all states [D24]
 
@@ -142,15 +142,15 @@ class Args:
                 raise UsageError(f"{name} is of no use in {self.env_id}")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
+LONG_TRIALS = {"num_trials": 256, "num_minibatches": 8, "total_timesteps": 60_000_000}
 SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_network": False, "gamma": 0.99,
              "episodes_per_trial": 2, "num_trials": 8, "update_epochs": 10, "target_kl": 0.03,
              "norm_obs": True, "learning_rate": 1e-3, "ent_coef": 0.0, "test_trials": 200}
 PRESETS = {
     "none": {},
-    "hundred": {"episodes_per_trial": 100, "num_trials": 256, "num_minibatches": 8,
-                "total_timesteps": 60_000_000},  # pulls of a Bandit
-    "TabularMDP": {"rnn_hidden": 128, "num_trials": 256, "num_minibatches": 8, "gae_lambda": 0.9,
-                   "learning_rate": 0.02, "total_timesteps": 60_000_000},
+    "hundred": LONG_TRIALS | {"episodes_per_trial": 100},  # pulls of a Bandit
+    "TabularMDP": LONG_TRIALS | {"rnn_hidden": 128, "learning_rate": 0.02, "gamma": 0.99, "gae_lambda": 0.9,
+                                 "input_gain": 1.0, "anneal_ent": False},
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},

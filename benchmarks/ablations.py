@@ -98,7 +98,8 @@ STUDIES = {
         "bootstrap at time limits": "--truncation-bootstrap",
     }),
     "additions": Study("rl2_meta.py --total-timesteps 6000000", "eval_mean",
-                       {"Bandit": "--preset hundred", "TabularMDP": ""}, {
+                       {"Bandit": "--preset hundred",
+                        "TabularMDP": "--gamma 1 --input-gain 4 --anneal-ent"}, {
         "all": "",
         "no table of cells": "--no-tabular",
         "critic without the task": "--no-privileged-critic",
