@@ -391,8 +391,8 @@ def layer_init(layer, gain, args):
     return layer
 
 def make_rnn(num_inputs, args):
-    """Recurrent layer with orthogonal gates [D32]. One-hot inputs with gain 1 hardly move a unit,
-    and only saturating units can bind a reward to its action."""
+    """Recurrent layer with orthogonal gates [D32]. At gain 1 a bandit's inputs hardly move a unit,
+    and only saturating units can bind a reward to its action; an MDP's cells already do."""
     size = args.rnn_hidden
     rnn = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](num_inputs, size)
     if args.ortho_init:
