@@ -98,6 +98,7 @@ class Args:
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     log_std_drop: float = 1.3  # fall of log std over the second half, unless it is learned
     learn_std: bool = False  # learn the std, one for all states [D24]
+    tanh_mean: bool = False  # tanh of the mean: noise beyond the bounds changes nothing
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
     rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
@@ -215,7 +216,6 @@ def read_action_space(space, args):
         if args.clip_actions and not num_choices:
             action = action.clip(space.low, space.high)  # [D27]
         return action.astype(space.dtype)
-
     return num_choices, to_env
 
 @torch.compiler.disable
@@ -345,10 +345,10 @@ class Agent(nn.Module):
             parts = [Categorical(logits=x, validate_args=False) for x in logits]
             logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
             return action, logprob, sum(p.entropy() for p in parts), value, rnn_state
+        output = output.tanh() if self.args.tanh_mean else output
         # Clamped, as clipped actions give log_std no gradient that would hold it [D23, D25].
         normal = Normal(output, self.log_std.clamp(-5, 2).exp(), validate_args=False)
-        if action is None:
-            action = output + normal.stddev * noise
+        action = output + normal.stddev * noise if action is None else action
         return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value, rnn_state
 
 def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda):

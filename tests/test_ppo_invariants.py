@@ -314,6 +314,7 @@ OF_ROLLOUTS = [
     (ppo, PENDULUM, {"clip_obs": 0.5}), (ppo, PENDULUM, {"norm_reward": True}),
     (ppo, REWARDS, {"clip_reward": 0.1}), (ppo, PENDULUM, {"ortho_init": False}),
     (ppo, PENDULUM, {"activation": "relu"}), (ppo, PENDULUM, {"log_std_init": 0.0}),
+    (ppo, PENDULUM, {"tanh_mean": True}),
     (ppo, PENDULUM, {"env_kwargs": '{"g": 1.0}'}), (ppo, GRU, {"rnn_reset": False}),
     (ppo, MASKED, {"mask_actions": False}), (atari, SQUARES, {"seed": 2}),
     (atari, SQUARES, {"episodic_life": False}), (atari, SQUARES, {"fire_reset": False}),

@@ -290,10 +290,13 @@ def test_a_rollout_samples_the_softmax(script, env_id, num_choices, flags):
     likeliest = torch.stack([part.argmax() for part in logits.split(num_choices)])
     assert (actions.reshape(64, -1, len(num_choices)) == likeliest).all()
 
-def test_a_rollout_samples_the_normal():
-    envs, agent, _, env_state = small_agent("Bandit-v0", num_envs=32, num_steps=64)
+@pytest.mark.parametrize("tanh_mean", [False, True])
+def test_a_rollout_samples_the_normal(tanh_mean):
+    envs, agent, _, env_state = small_agent("Bandit-v0", num_envs=32, num_steps=64, tanh_mean=tanh_mean)
+    head(agent).bias.data.fill_(2)  # out of the action's bounds
     data = play(envs, agent, env_state)[0]
     mean = agent.actor(data["obs"][0, 0]).detach()
+    mean = mean.tanh() if tanh_mean else mean
     noise = (data["actions"][..., 0] - mean) / np.exp(-1)
     assert noise.unique().numel() == 64 * 32
     assert abs(noise.mean()) < 0.07 and abs(noise.std() - 1) < 0.05
