@@ -370,7 +370,6 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
         debug = torch.stack([pg_loss, v_loss, entropy, -logratio.mean(), approx_kl, clipfrac])  # [D12]
         return loss, debug.detach()
-
     if args.rnn == "none":
         grad, debug = torch.func.grad(loss_of, has_aux=True)(opt["params"])
     else:  # torch.func is slow with recurrent layers and fails with cuDNN's

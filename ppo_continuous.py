@@ -138,6 +138,7 @@ LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epoch
 PRESETS = {
     "none": {},
     "Ant-v5": {"log_std_init": -1.5, "log_std_drop": 1.5},
+    "InvertedDoublePendulum-v5": {"tanh_mean": True},
     "LunarLander-v3": {"ent_coef": 0.01},
     "MountainCarContinuous-v0": {"log_std_init": 0.5},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
@@ -399,7 +400,6 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         clipfrac = ((ratio - 1).abs() > clip_coef).float().mean()
         debug = torch.stack([pg_loss, v_loss, entropy, -logratio.mean(), approx_kl, clipfrac])  # [D12]
         return loss, debug.detach()
-
     if args.rnn == "none":
         grad, debug = torch.func.grad(loss_of, has_aux=True)(opt["params"])
     else:  # torch.func is slow with recurrent layers and fails with cuDNN's
