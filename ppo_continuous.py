@@ -144,7 +144,6 @@ PRESETS = {
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
                    "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
                    "norm_value": False, "norm_reward": True},
-    "Walker2d-v5": {"tanh_mean": True},
     "historical": {"num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "target_kl": None,
                    "truncation_bootstrap": False, "recompute_adv": False, "norm_value": False,
                    "norm_reward": True, "clip_vloss": True, "learn_std": True, "log_std_init": 0.0,
@@ -172,6 +171,7 @@ def make_envs(args, num_envs, video_dir=None):
             env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
         is_vector = isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1
         return env if is_vector else gym.wrappers.FlattenObservation(env)
+
     try:
         if importlib.util.find_spec("mujoco"):  # its warnings once, not once per environment
             importlib.import_module("mujoco").set_mju_user_warning(warnings.warn)
