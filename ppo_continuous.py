@@ -98,7 +98,7 @@ class Args:
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     log_std_drop: float = 1.3  # fall of log std over the second half, unless it is learned
     learn_std: bool = False  # learn the std, one for all states [D24]
-    tanh_mean: bool = False  # tanh of the mean: noise beyond the bounds changes nothing
+    tanh_mean: bool = False  # mean within -1 and 1: noise beyond the bounds changes nothing
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
     rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
