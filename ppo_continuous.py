@@ -138,7 +138,7 @@ LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epoch
 PRESETS = {
     "none": {},
     "Ant-v5": {"log_std_init": -1.5, "log_std_drop": 1.5},
-    "InvertedDoublePendulum-v5": {"tanh_mean": True},
+    **{name: {"tanh_mean": True} for name in ("InvertedPendulum-v5", "InvertedDoublePendulum-v5")},
     "LunarLander-v3": {"ent_coef": 0.01},
     "MountainCarContinuous-v0": {"log_std_init": 0.5},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
