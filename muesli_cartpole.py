@@ -17,7 +17,7 @@ Tags: (7) to (14) are equations of the paper, (4.5) is a section.
 
 Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03
 [0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms from value_min to value_max [601 from
--300 to 300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM],
+h = -300 to 300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM],
 residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps are
 drawn while new [once]; losses are means over unmasked steps; clipped ratios stay biased.
 """
@@ -60,13 +60,13 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 100  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
     env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
-    total_timesteps: int = 50_000  # steps over all environments and processes
-    num_envs: int = 8  # environments per process
+    total_timesteps: int = 50_000  # steps over all environments
+    num_envs: int = 8  # environments
     train_frequency: int = 2  # T, steps per environment between two updates
     eval_frequency: int = 2_500  # steps between greedy evaluations while training; 0: none
     stop_return: float | None = None  # of two evaluations; default: Gymnasium's
@@ -109,7 +109,7 @@ class Args:
 
     # Speed
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
-    torch_threads: int = 1  # per process; small networks get slower with more
+    torch_threads: int = 1  # small networks get slower with more
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
@@ -235,7 +235,7 @@ class Network(nn.Module):
     def __init__(self, obs_shape, num_actions, args):
         super().__init__()
         H, F = args.hidden_size, args.head_size
-        self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] < obs_shape[0]
+        self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] <= obs_shape[0]
         if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
             channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
             first = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten(),
@@ -318,7 +318,7 @@ def cmpo(pi_prior, adv_hat, args):
     if args.cmpo == "exact":
         return pi_prior * exp_adv / (pi_prior * exp_adv).sum(-1, keepdim=True)
     n = args.cmpo_samples
-    samples = pi_prior.flatten(0, -2).multinomial(n, True).view(*pi_prior.shape[:-1], n)  # (..., n)
+    samples = pi_prior.flatten(0, -2).nan_to_num(1).multinomial(n, True).view(*pi_prior.shape[:-1], n)
     sampled = exp_adv.gather(-1, samples)
     weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1, no 1 / N
     return torch.zeros_like(pi_prior).scatter_add_(-1, samples, weights)
@@ -471,15 +471,15 @@ def train(args, checkpoint=None):
         progress = checkpoint["progress"]
         replay.add({name: x.to(device) for name, x in checkpoint["rows"].items()})
         replay.count = checkpoint["count"]
-    # A checkpoint resets the environments: more of them would cut most episodes.
     num_iterations = args.total_timesteps // args.num_envs // args.train_frequency
-    save_every = args.checkpoint_every or max(1, num_iterations // 20, -(-1_000 // args.train_frequency))
+    limit = max(1_000, envs.unwrapped.envs[0].spec.max_episode_steps or 0)  # a checkpoint cuts episodes
+    save_every = args.checkpoint_every or max(num_iterations // 20, -(-limit // args.train_frequency))
     thresholds = args.stop_return, envs.unwrapped.envs[0].spec.reward_threshold, np.inf
     stop_return = next(x for x in thresholds if x is not None)
     log = RunLog(args, device, progress["global_step"])
     env_state = reset_envs(envs, args.seed, 0, progress["iteration"])
     losses, num_updates = torch.zeros(len(LOSSES), device=device), 0  # since the last row
-    last_time = time.perf_counter()
+    last_time, last_step = time.perf_counter(), progress["global_step"]
     solved = solved_at(progress["evaluations"], stop_return)
     done = progress["global_step"] >= args.total_timesteps or (args.stop_early and solved)
     while not done:
@@ -519,8 +519,8 @@ def train(args, checkpoint=None):
             means["greedy_return"] = [(0, np.nan), *progress["evaluations"]][-1][1]
             seconds = time.perf_counter() - last_time
             progress["seconds"] += seconds
-            last_time += seconds
-            charts = {"learning_rate": learning_rate, "SPS": (global_step - log.bar.n) / seconds}
+            charts = {"learning_rate": learning_rate, "SPS": (global_step - last_step) / seconds}
+            last_time, last_step = last_time + seconds, global_step
             log.bar.total = max(log.bar.total, global_step)
             log.write(progress, charts, means)
             losses, num_updates = torch.zeros_like(losses), 0
@@ -544,7 +544,7 @@ def play_episodes(agent, greedy, when, video_dir=None):
     args, N, returns = agent.args, agent.args.eval_episodes, {}
     envs = make_envs(args, N, video_dir)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[agent.device] if agent.device.type == "cuda" else []):
         env_state = reset_envs(envs, args.seed, 2**31, when)  # 0 in training
         for _ in range(0, limit, args.train_frequency):
             for n, episodic_return, _ in rollout(envs, agent, env_state, greedy)[1]:
@@ -583,7 +583,7 @@ def make_agent(envs, args, device, checkpoint):
             agent.load_state_dict(checkpoint["agent"])
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
+            raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
         if not torch.cat([opt["params"], opt["target"]]).isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.online.parameters())
@@ -618,8 +618,8 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().splitlines(keepends=True) if global_step else []
-        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
@@ -652,11 +652,11 @@ class RunLog:
     def finish(self, agent, progress, **more):
         self.bar.close()
         rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
-        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": self.bar.n,
+        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
                    "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
-                   **evaluate(agent, self.run_dir, self.bar.n), **more}
+                   **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], self.bar.n)
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
         self.writer.close()
         print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
         return summary

@@ -59,7 +59,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
 
     # Environment
     env_id: str = "Breakout"  # a game: Breakout, BreakoutNoFrameskip-v4, ALE/Breakout-v5
@@ -139,9 +139,9 @@ class Args:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         if self.rnn != "none" and not self.share_network:
             raise UsageError("an RNN needs share_network")
-        sequences = self.num_envs * self.num_steps // self.seq_len
-        if self.num_steps % self.seq_len or sequences % self.num_minibatches:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {sequences} sequences")
+        S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
+        if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -406,9 +406,9 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
-        done = terminated | truncated  # also where a life was lost [D16]
+        done = terminated | truncated  # also where a life, not to 0, was lost [D16]
         for n in np.flatnonzero(truncated & ~terminated & args.truncation_bootstrap):
-            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # a time limit is not terminal
+            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out its last picture
             final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
         # Games restart in the same step: a new one has another first frame.
         first_frame = infos["frame_number"] - infos["episode_frame_number"]
@@ -535,11 +535,11 @@ def evaluate(agent, run_dir, global_step):
         summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
         print(f"  return {x.mean():.1f} +- {x.std():.1f}, from {x.min():.1f} to {x.max():.1f}")
         if args.capture_video and not noise:
-            record(agent, key, actions[: int(games[0][1])], run_dir / "videos" / "episode-0.mp4")
+            record(agent, key, actions[: int(games[0][1]) - 1], run_dir / "videos" / "episode-0.mp4")
     return summary
 
 def record(agent, key, actions, path):
-    """Play a game again, larger and in color: same seed and same actions are the same game."""
+    """Play a game again, larger and in color, by seed and actions; the last one showed the next game."""
     from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
     envs = make_envs(replace(agent.args, grayscale=False, frame_stack=1, screen_size=420), 1)
     reset_envs(envs, agent, *key)
@@ -560,7 +560,7 @@ def make_agent(envs, args, device, checkpoint):
             agent.load_state_dict(checkpoint["agent"])
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
+            raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
         if not opt["params"].isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
@@ -610,8 +610,8 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().splitlines(keepends=True) if global_step else []
-        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
@@ -644,11 +644,11 @@ class RunLog:
     def finish(self, agent, progress, **more):
         self.bar.close()
         rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
-        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": self.bar.n,
+        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
                    "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
-                   **evaluate(agent, self.run_dir, self.bar.n), **more}
+                   **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], self.bar.n)
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
         self.writer.close()
         print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
         return summary

@@ -57,7 +57,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: up to 20 a run
+    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id, also module:Env-v0
@@ -129,9 +129,9 @@ class Args:
             values = value if isinstance(value, tuple) else [value]
             if kind and not all(isinstance(x, kind) and (x is None or low <= x <= high) for x in values):
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-        sequences = self.num_envs * self.num_steps // self.seq_len
-        if self.num_steps % self.seq_len or sequences % self.num_minibatches:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {sequences} sequences")
+        S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
+        if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
@@ -195,7 +195,7 @@ def reset_envs(envs, agent, *key):
 def get_mask(infos, envs, agent):
     """Allowed choices (1, N, sum of choices): all where there is no mask [X4]."""
     mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
-    for i in np.flatnonzero(agent.args.mask_actions & infos.get("_action_mask", False)):
+    for i in np.flatnonzero(agent.args.mask_actions & bool(mask.numel()) & infos.get("_action_mask", False)):
         mask[0, i] = torch.from_numpy(infos["action_mask"][i].astype(bool))
     return mask.to(agent.device)
 
@@ -479,8 +479,8 @@ def train(args, checkpoint=None):
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
-    # A checkpoint resets the environments: more of them would cut most episodes.
-    save_every = args.checkpoint_every or max(1, num_iterations // 20, -(-1_000 // args.num_steps))
+    limit = max(1_000, envs.unwrapped.envs[0].spec.max_episode_steps or 0)  # a checkpoint cuts episodes
+    save_every = args.checkpoint_every or max(num_iterations // 20, -(-limit // args.num_steps))
     log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     if args.norm_obs and not checkpoint:  # uncounted: no policy sees raw observations
@@ -583,7 +583,7 @@ def make_agent(envs, args, device, checkpoint):
             agent.load_state_dict(checkpoint["agent"])
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
-            raise UsageError(f"the checkpoint does not fit {args.env_id}") from error
+            raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
         if not opt["params"].isfinite().all():
             raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
@@ -633,8 +633,8 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().splitlines(keepends=True) if global_step else []
-        path.write_text("".join(x for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
         plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
@@ -667,11 +667,11 @@ class RunLog:
     def finish(self, agent, progress, **more):
         self.bar.close()
         rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
-        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": self.bar.n,
+        summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
                    "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
-                   **evaluate(agent, self.run_dir, self.bar.n), **more}
+                   **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], self.bar.n)
+        self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])
         self.writer.close()
         print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
         return summary

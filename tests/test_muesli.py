@@ -262,6 +262,7 @@ def test_planes_come_first_or_last():
     last, first = agents[0].target(obs, ()), agents[1].target(obs.movedim(-1, -3).contiguous(), ())
     assert all(torch.equal(x, y) for x, y in zip(last, first, strict=True))
     torch.testing.assert_close(agents[0].target(obs[2], ())[0], last[0][:, 2])
+    assert muesli.Network((5, 5, 5), 3, args).channels_last  # as MinAtar's Seaquest
 
 def test_learns_from_planes(tmp_path):
     agent, _ = trained(tmp_path / "run", env_id="MuesliPlanes-v0", encoder="cnn", gamma=0.5, tau=0.1,

@@ -5,10 +5,12 @@ import json
 import os
 import shutil
 import signal
+from functools import partialmethod
 
 import pytest
 import torch
 from conftest import ROOT, SHORT, flat, load, read_metrics, run_python
+from tqdm import tqdm
 
 PPO = "ppo_continuous"
 ONLY_PPO = pytest.mark.parametrize("finished", [PPO], indirect=True)
@@ -114,12 +116,13 @@ def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
     assert not (tmp_path / "run" / "checkpoint.tmp").exists()
     check_same(tmp_path / "run", finished.folder / "run")
 
-def test_killed_after_the_last_step(finished, run_dir, main):
+def test_killed_after_the_last_step(finished, run_dir, main, monkeypatch):
     """A resume only evaluates. Rows that the checkpoint does not know, also half of one, are cut off."""
+    monkeypatch.setattr(tqdm, "__init__", partialmethod(tqdm.__init__, disable=True))  # as by TQDM_DISABLE=1
     summary, metrics = run_dir / "summary.json", run_dir / "metrics.csv"
     before = summary.read_text(), metrics.read_text()
     summary.unlink()
-    metrics.write_text(f"{before[1]}9{before[1].splitlines()[-1]}\n99999,0.5")
+    metrics.write_text(f"{before[1]}9{before[1].splitlines()[-1]}\n99999,0.5\n1")
     main(finished.script, "--resume run")
     assert (summary.read_text(), metrics.read_text()) == before
 
@@ -135,6 +138,12 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
     assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
     assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
 
+@pytest.mark.parametrize("finished", ["rl2_meta"], indirect=True)
+def test_adams_epsilon_that_is_given_again(finished, run_dir, main):
+    steps = 2 * load(run_dir)["args"]["total_timesteps"]
+    main(finished.script, f"--resume run --total-timesteps {steps} --adam-eps 1")
+    assert load(run_dir)["opt"]["param_groups"][0]["eps"] == 1
+
 def test_a_run_that_stopped_early(tmp_path, main):
     """Resumed, it is only evaluated, unless a flag makes it continue."""
     script, stop, seen = "muesli_cartpole", "--eval-frequency 100 --stop-return 5", []
@@ -146,10 +155,12 @@ def test_a_run_that_stopped_early(tmp_path, main):
     assert len({summary["solved_at"] for summary in seen}) == 1
     main(script, "--evaluate run")
 
-@pytest.mark.parametrize(("script", "steps"), [
-    (PPO, 1_000), ("ppo_atari", 10_000), ("muesli_cartpole", 1_000),
+@pytest.mark.parametrize(("script", "steps", "flags"), [
+    (PPO, 1_000, ""), ("ppo_atari", 10_000, ""), ("muesli_cartpole", 1_000, ""),
+    (PPO, 1_600, """--env-kwargs '{"max_episode_steps":1600}'"""),
+    ("muesli_cartpole", 1_600, """--env-kwargs '{"max_episode_steps":1600}'"""),
 ])  # fmt: skip
-def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, main, monkeypatch):
+def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, flags, main, monkeypatch):
     """As each resets the environments, they are so many steps of each environment apart."""
     module = importlib.import_module(script)
     reset_envs, rollout, keys, played = module.reset_envs, module.rollout, [], []
@@ -169,6 +180,6 @@ def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, main
     monkeypatch.setattr(module, "evaluate", lambda *_: {"eval_mean": 0.0})
     length = 8 if script == "muesli_cartpole" else 16
     main(script, f"""{SHORT[script]} --checkpoint-every 0 --total-timesteps {2 * (steps + 4 * length)}
-                     --run-dir run""")
+                     {flags} --run-dir run""")
     first, middle, last = (iteration for *_, rank, iteration in keys if rank == 0)  # not of evaluations
     assert first == 0 and middle == -(-steps // length) < last

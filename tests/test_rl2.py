@@ -153,6 +153,12 @@ def set_and_return(env, rng):
 def set_and_fail(env, rng):
     raise KeyError("no_mass")
 
+def set_word(env, rng):
+    env.gravity = "9.8"
+
+def set_relative(env, rng):
+    env.total_mass *= rng.uniform(0.5, 1.5)
+
 class Strict(gym.Env):
     """Episodes of three steps, which nobody may step beyond."""
 
@@ -188,16 +194,19 @@ def test_a_sampler_sets_a_task_for_each_trial():
     ("nothing", "has no attribute 'nothing'"),
     ("CPU", "not callable"),
     ("set_and_fail", "no_mass"),
+    ("set_word", "can't multiply"),
 ])  # fmt: skip
 def test_bad_task_samplers(sampler, words):
     with pytest.raises(rl2.UsageError, match=words):
         many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:{sampler}")
 
-def test_tasks_that_are_all_alike_are_warned_of(recwarn):
+def test_tasks_that_are_alike_or_depend_on_others_are_warned_of(recwarn):
     many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_mass")
     assert not recwarn.list
     many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_nothing_that_matters")
     assert "are alike in eight random steps" in str(recwarn.pop().message)
+    many_tasks(2, env_id="CartPole-v1", task_sampler=f"{__name__}:set_relative")
+    assert "depend on the ones before" in str(recwarn.pop().message)
     many_tasks(2, env_id="Strict-v0", task_sampler=f"{__name__}:set_pay")
     assert not recwarn.list
 
