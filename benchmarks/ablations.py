@@ -158,12 +158,13 @@ def group(rows, study):
             for env_id, settings in groups.items() if any(settings.values())}
 
 def effects(settings):
-    """{setting: (difference of means to the first setting, low, high)}."""
+    """{setting: (difference of means to the first setting, low, high)}; of one seed low and high are NaN."""
     random = np.random.default_rng(0)
     means = {name: random.choice(values, (10_000, len(values))).mean(1) for name, values in settings.items()}
-    first, *others = settings
-    return {name: (np.mean(settings[name]) - np.mean(settings[first]),
-                   *np.percentile(means[name] - means[first], [2.5, 97.5])) for name in others}
+    (first, base), *others = settings.items()
+    intervals = {name: np.percentile(means[name] - means[first], [2.5, 97.5]) for name, _ in others}
+    return {name: (np.mean(values) - np.mean(base), *(intervals[name] if len(values) > 1 else [np.nan] * 2))
+            for name, values in others}
 
 def show(groups):
     for env_id, settings in groups.items():
@@ -172,14 +173,15 @@ def show(groups):
         for name, values in settings.items():
             each = ", ".join(f"{value:.0f}" for value in values)
             effect, low, high = found.get(name, (0, 0, 0))
-            cells = f"{effect:+.0f} | {low:+.0f} to {high:+.0f}" if name in found else "- | -"
+            interval = f"{low:+.0f} to {high:+.0f}" if len(values) > 1 else "-"
+            cells = f"{effect:+.0f} | {interval}" if name in found else "- | -"
             print(f"| {name} | {over_seeds(values)} | {each} | {cells} |")
 
 def draw(groups, path):
     """A panel for each task: effects with intervals, sorted by their mean share of the spread of effects."""
     found = {env_id: effects(settings) for env_id, settings in groups.items() if len(settings) > 1}
     names = sorted(set().union(*found.values()), key=lambda name: np.mean(
-        [of_task[name][0] / np.std(list(of_task.values())) for of_task in found.values() if name in of_task]))
+        [x[name][0] / np.nanstd(list(x.values())) for x in found.values() if name in x]))
     figure = Figure(figsize=(2.5 + 3.3 * len(found), 1 + 0.2 * len(names)), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(found), sharey=True))
     for axis, (env_id, of_task) in zip(axes, found.items(), strict=True):

@@ -332,7 +332,7 @@ def test_effects_of_settings(call, tmp_path, monkeypatch):
         return {"env_id": env_id, "exp_name": setting, "seed": seed, "eval_mean": score}
     monkeypatch.setattr(ablations, "train", train)
     flags = ["details", "--csv", tmp_path / "x.csv", "--runs", tmp_path, "--jobs", 1, "--settings", "default"]
-    call(ablations, *flags, "off", "--seeds", 1)
+    assert "| off | 11 | 11 | +1 | - |" in call(ablations, *flags, "off", "--seeds", 1)
     table = call(ablations, *flags, "off", "--seeds", 1, 2, "--output", tmp_path / "x.png").splitlines()
     assert trained == [("default", 1), ("off", 1), ("default", 2), ("off", 2)]
     assert table[2:] == ["| default | 15 ± 7 | 10, 20 | - | - |",
