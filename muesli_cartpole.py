@@ -317,7 +317,7 @@ def cmpo(pi_prior, adv_hat, args):
     exp_adv = adv_hat.clamp(-args.cmpo_clip, args.cmpo_clip).exp()
     if args.cmpo == "exact":
         return pi_prior * exp_adv / (pi_prior * exp_adv).sum(-1, keepdim=True)
-    n = args.cmpo_samples
+    n = args.cmpo_samples  # NaN would fail in multinomial, before train names its source
     samples = pi_prior.flatten(0, -2).nan_to_num(1).multinomial(n, True).view(*pi_prior.shape[:-1], n)
     sampled = exp_adv.gather(-1, samples)
     weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1, no 1 / N

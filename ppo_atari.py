@@ -141,7 +141,7 @@ class Args:
             raise UsageError("an RNN needs share_network")
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences, not singly")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -406,7 +406,7 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
-        done = terminated | truncated  # also where a life, not to 0, was lost [D16]
+        done = terminated | truncated  # also where a life was lost, but not to 0 [D16]
         for n in np.flatnonzero(truncated & ~terminated & args.truncation_bootstrap):
             final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out its last picture
             final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
@@ -539,7 +539,7 @@ def evaluate(agent, run_dir, global_step):
     return summary
 
 def record(agent, key, actions, path):
-    """Play a game again, larger and in color, by seed and actions; the last one showed the next game."""
+    """Play a game again, larger and in color, but for its last action, which begins the next."""
     from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
     envs = make_envs(replace(agent.args, grayscale=False, frame_stack=1, screen_size=420), 1)
     reset_envs(envs, agent, *key)
