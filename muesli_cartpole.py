@@ -11,15 +11,15 @@
     python muesli_cartpole.py --evaluate runs/RUN --capture-video
 
 Shapes: N environments, T steps of a rollout; B sequences of W = L + K + 1 rows: L roots,
-K unrolled steps, and what follows; C rows of the replay; O observation, A actions, H latent
+K unrolled steps, 1 to bootstrap from; C rows of the replay; O observation, A actions, H latent
 state, S support atoms. pi_prior, v_hat, q_hat, r_hat are those of the target network.
-Tags: (7) to (14) are equations of the paper, (4.5) is a section.
+Tags: (7) to (14) are equations of the paper; (2), (4.3) to (4.5), (5) and (F.1) are sections.
 
 Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03
 [0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms from value_min to value_max [601 from
 h = -300 to 300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM],
 residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps are
-drawn while new [once]; losses are means over unmasked steps; clipped ratios stay biased.
+drawn while new [once]; losses are means over unmasked steps; no beta-LOO baseline for clipped ratios.
 """
 
 import importlib
@@ -60,7 +60,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 100  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; each resets the environments; 0: about 20 a run or fewer
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
@@ -69,7 +69,7 @@ class Args:
     num_envs: int = 8  # environments
     train_frequency: int = 2  # T, steps per environment between two updates
     eval_frequency: int = 2_500  # steps between greedy evaluations while training; 0: none
-    stop_return: float | None = None  # of two evaluations; default: Gymnasium's
+    stop_return: float | None = None  # solved at it in two evaluations; default: Gymnasium's threshold
     stop_early: bool = True  # end once solved; off: at total_timesteps
 
     # Algorithm
@@ -100,7 +100,7 @@ class Args:
     norm_adv_decay: float = 0.99  # decay of that running moment per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too
-    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for observations (H, W, C) or (C, H, W)
+    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for small images, channels first or last
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
@@ -119,7 +119,7 @@ class Args:
 
     @property
     def window(self):
-        return self.seq_len + self.unroll_steps + 1  # W: L roots, K steps, and what follows
+        return self.seq_len + self.unroll_steps + 1  # W: L roots, K steps, 1 to bootstrap from
 
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
@@ -254,9 +254,9 @@ class Network(nn.Module):
             nn.init.normal_(head[-1].weight, std=1e-2)
 
     def represent(self, obs):
-        """Latent states of observations (..., O) or (..., H, W, C)."""
+        """Latent states of observations (..., O), or of images with channels first or last."""
         x = obs.float().flatten(0, -1 - self.obs_ndim)
-        x = x.movedim(-1, 1).contiguous() if self.channels_last else x
+        x = x.movedim(-1, 1).contiguous() if self.channels_last else x  # a vector stays
         return self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
 
     def step(self, state, action):
@@ -320,7 +320,7 @@ def cmpo(pi_prior, adv_hat, args):
     n = args.cmpo_samples  # NaN would fail in multinomial, before train names its source
     samples = pi_prior.flatten(0, -2).nan_to_num(1).multinomial(n, True).view(*pi_prior.shape[:-1], n)
     sampled = exp_adv.gather(-1, samples)
-    weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1, no 1 / N
+    weights = sampled / (1 + sampled.sum(-1, keepdim=True) - sampled)  # z_init = 1; both 1 / N cancel
     return torch.zeros_like(pi_prior).scatter_add_(-1, samples, weights)
 
 def masked_mean(x, mask):
@@ -344,7 +344,7 @@ def make_targets(agent, batch):
     # Retrace (4.4)
     ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1).clamp(max=1)
     traces = (args.retrace_lambda * ratio if args.retrace else 1.0) * (1 - batch["last"])
-    q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q
+    q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q  # cancels
     discounts = args.gamma * (1 - batch["terminal"])  # absorbing states without rewards (2)
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
     # Advantages over the root of their second moment: the mean stays (4.5)
@@ -360,10 +360,10 @@ def make_targets(agent, batch):
 def episode_masks(last, terminal):
     """Where an unroll from each root stands, from its rows' flags (K + 1, ...).
     alive: in the root's episode, where the policy acts. absorbed: at or past its terminal state,
-    nothing more is earned. after_end: an earlier row ended it."""
+    nothing more is earned."""
     ended = (last.cumsum(0) > 0).float()
     after_end = torch.cat([torch.zeros_like(ended[:1]), ended[:-1]])
-    return 1 - ended, ((ended - after_end) * terminal).cumsum(0), after_end
+    return 1 - ended, ((ended - after_end) * terminal).cumsum(0)
 
 LOSSES = ("policy_loss", "cmpo_loss", "model_loss", "value_loss", "reward_loss", "entropy",
           "kl_to_prior", "clipped_targets", "grad_norm")
@@ -384,7 +384,7 @@ def muesli_loss(outputs, agent, batch, targets):
         return masked_mean(kl(target, logits.log_softmax(-1)), mask)
 
     logits, value_logits, reward_logits = outputs
-    alive, absorbed, after_end = episode_masks(unroll(batch["last"]), unroll(batch["terminal"]))
+    alive, absorbed = episode_masks(unroll(batch["last"]), unroll(batch["terminal"]))
     root = alive[0]  # (L, B)
 
     # Policy gradient (10) with a ratio of at most 1, and CMPO regularizer (9)
@@ -400,15 +400,15 @@ def muesli_loss(outputs, agent, batch, targets):
     model_loss = masked_mean(cmpo_kl[1:], alive[1:])  # (13)
     returns = unroll(targets["returns"]) * alive
     value_loss = head_loss(value_logits, returns, (alive + absorbed) * root)
-    rewards = unroll(batch["rewards"])[:-1] * (1 - after_end[1:])
-    reward_mask = torch.maximum(1 - after_end, absorbed)[1:] * root
+    rewards = unroll(batch["rewards"])[:-1] * alive[:-1]
+    reward_mask = torch.maximum(alive[:-1], absorbed[1:]) * root
     reward_loss = head_loss(reward_logits, rewards, reward_mask)
     loss = (args.pg_coef * pg_loss + args.cmpo_coef * cmpo_loss + args.model_coef * model_loss
             + args.value_coef * value_loss + args.reward_coef * reward_loss)
     entropy = -masked_mean((logprobs[0].exp() * logprobs[0]).sum(-1), root)
     kl_to_prior = masked_mean(kl(targets["pi_prior"][:L], logprobs[0]), root)
-    heads = torch.cat([returns, rewards])  # masked ones are 0
-    clipped = ((heads < args.value_min) | (heads > args.value_max)).float().mean()
+    head_targets = torch.cat([returns, rewards])  # masked ones are 0
+    clipped = ((head_targets < args.value_min) | (head_targets > args.value_max)).float().mean()
     debug = (pg_loss, cmpo_loss, model_loss, value_loss, reward_loss, entropy, kl_to_prior, clipped)
     return loss, torch.stack(debug).detach()
 
@@ -417,7 +417,7 @@ def adamw_step(opt, grad, learning_rate, args):
     opt["exp_avg"].lerp_(grad, 0.1)
     opt["exp_avg_sq"].lerp_(grad.square(), 0.001)
     rates = 1 - grad.new_tensor([0.9, 0.999])
-    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * rates).unbind()
+    bias1, bias2 = opt["bias"].add_((1 - opt["bias"]) * rates).unbind()  # 1 - beta^t
     update = opt["exp_avg"] / bias1 / ((opt["exp_avg_sq"] / bias2).sqrt() + 1e-8)
     limit = args.clip_update or np.inf
     update = update.clamp(-limit, limit) + args.weight_decay * opt["params"]
@@ -486,7 +486,7 @@ def train(args, checkpoint=None):
         # Rollout
         rows, episodes = rollout(envs, agent, env_state)
         replay.add(rows)
-        steps = int((1 - rows["last"]).sum())
+        steps = int((1 - rows["last"]).sum())  # resets are none
         iteration, global_step = progress["iteration"] + 1, progress["global_step"] + steps
         progress |= {"iteration": iteration, "global_step": global_step,
                      "episodes": (progress["episodes"] + episodes)[-100:]}
@@ -502,7 +502,7 @@ def train(args, checkpoint=None):
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
 
         # Evaluate
-        if args.eval_frequency and global_step % args.eval_frequency < steps:
+        if args.eval_frequency and global_step % args.eval_frequency < steps:  # a multiple was passed
             mean_return = play_episodes(agent, True, global_step).mean().item()
             tqdm.write(f"step {global_step}: deterministic return {mean_return:.1f}")
             progress["evaluations"].append((global_step, mean_return))
@@ -545,7 +545,7 @@ def play_episodes(agent, greedy, when, video_dir=None):
     envs = make_envs(args, N, video_dir)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
     with torch.random.fork_rng(devices=[agent.device] if agent.device.type == "cuda" else []):
-        env_state = reset_envs(envs, args.seed, 2**31, when)  # 0 in training
+        env_state = reset_envs(envs, args.seed, 2**31, when)  # training has 0 in place of 2**31
         for _ in range(0, limit, args.train_frequency):
             for n, episodic_return, _ in rollout(envs, agent, env_state, greedy)[1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
@@ -618,7 +618,7 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # drops a torn row; g: the header
         path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)

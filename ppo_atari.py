@@ -11,7 +11,7 @@
 
 Shapes: T steps, N games, images of height H, width W and C channels (stacked frames), A actions;
 L steps per sequence (1 without an RNN), S = T * N / L sequences, M per minibatch, F features;
-RNN state (K, S, R), K = 0, 1 or 2.
+RNN state (K, S, R): K = 1 GRU, 2 LSTM, 0 none.
 Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
 its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
 """
@@ -59,7 +59,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; each resets the environments; 0: about 20 a run or fewer
 
     # Environment
     env_id: str = "Breakout"  # a game: Breakout, BreakoutNoFrameskip-v4, ALE/Breakout-v5
@@ -93,11 +93,11 @@ class Args:
     norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
     clip_coef: float = 0.1  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
-    clip_vloss: bool = True  # clip the change of the value by clip_coef * value_std [D9]
+    clip_vloss: bool = True  # clip the change of the value to clip_coef * value_std [D9]
     ent_coef: float = 0.01  # entropy bonus; 0.01 helps discrete actions [D10]
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
-    target_kl: float | None = None  # stop the epochs once their mean KL exceeds it [X3]
+    target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = False  # the critic learns returns over their running std
     share_network: bool = True  # one network for actor and critic, or one each [D13, D21]
     scale_obs: bool = True  # pixels from 0 to 1, scaled on the device; off: to 255 [D22]
@@ -187,7 +187,7 @@ def reset_envs(envs, agent, *key):
     return SimpleNamespace(
         obs=to_images(obs, device), mask=fire_mask(np.ones(N, bool), agent), lives=infos["lives"],
         first_frame=infos["frame_number"] - infos["episode_frame_number"],
-        totals=np.zeros((2, N)), starts=torch.ones(1, N, device=device),  # score, length of each game
+        starts=torch.ones(1, N, device=device), totals=np.zeros((2, N)),  # score, length of each game
         rnn_state=torch.zeros(agent.num_states, N, args.rnn_hidden, device=device))  # [D33]
 
 def to_images(obs, device):
@@ -297,9 +297,9 @@ class Agent(nn.Module):
         if not self.num_states:
             return features[0], features[-1], rnn_state
         # One RNN call per stretch of steps in which no sequence begins an episode.
-        cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
+        bounds = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
         outputs = []
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise(bounds):
             rnn_state = rnn_state * (1 - starts[begin] * self.args.rnn_reset)[:, None]  # [D34]
             hidden = rnn_state.split(1) if self.args.rnn == "lstm" else rnn_state
             output, hidden = self.rnn(features[0][begin:end], hidden)
@@ -335,14 +335,14 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
-GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # what may change
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # to be kept
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
     """One optimizer step on the sequences `index` (M,) of the batch (L, S, ...). All parameters are
     views of one vector: so gradient norm, Adam and all-reduce are one operation each."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # no floats: compiled in
+    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # tensors: floats would be compiled in
     weights = dict(agent.named_parameters())
     def loss_of(params):  # equation 9 of Schulman et al. 2017
         parts = params.split([p.numel() for p in weights.values()])
@@ -406,9 +406,9 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
-        done = terminated | truncated  # also where a life was lost, but not to 0 [D16]
+        done = terminated | truncated  # terminated: also a lost life, but the last [D16]
         for n in np.flatnonzero(truncated & ~terminated & args.truncation_bootstrap):
-            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out its last picture
+            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out the last frame
             final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
         # Games restart in the same step: a new one has another first frame.
         first_frame = infos["frame_number"] - infos["episode_frame_number"]
@@ -439,7 +439,7 @@ def train(args, checkpoint=None):
     if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
         print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
@@ -610,7 +610,7 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # drops a torn row; g: the header
         path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)

@@ -9,8 +9,8 @@
     python ppo_continuous.py --resume runs/RUN               resume a killed run exactly
     python ppo_continuous.py --evaluate runs/RUN --capture-video
 
-Shapes: T steps, N environments, O observation, A action components; L steps per sequence
-(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 0, 1 or 2.
+Shapes: T steps, N environments, O observation, F features, A action components; L steps per sequence
+(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H): K = 1 GRU, 2 LSTM, 0 none.
 Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
@@ -57,7 +57,7 @@ class Args:
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
     eval_episodes: int = 10  # per evaluation: first deterministic, then sampled
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; each resets the environments; 0: about 20 a run or fewer
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id, also module:Env-v0
@@ -86,11 +86,11 @@ class Args:
     norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
-    clip_vloss: bool = False  # clip the change of the value by clip_coef * value_std [D9]
+    clip_vloss: bool = False  # clip the change of the value to clip_coef * value_std [D9]
     ent_coef: float = 0.0  # entropy bonus; 0.01 helps discrete actions [D10]
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
-    target_kl: float | None = 0.03  # stop the epochs once their mean KL exceeds it [X3]
+    target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
     share_network: bool = False  # one network for actor and critic, or one each [D13]
     hidden: tuple[int, ...] = (64, 64)  # widths of the hidden layers [D26]
@@ -98,7 +98,7 @@ class Args:
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     log_std_drop: float = 1.3  # fall of log std over the second half, unless it is learned
     learn_std: bool = False  # learn the std, one for all states [D24]
-    tanh_mean: bool = False  # mean within -1 and 1: noise beyond the bounds changes nothing
+    tanh_mean: bool = False  # squash the Gaussian's mean to (-1, 1), the scaled bounds
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
     rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
@@ -195,7 +195,7 @@ def reset_envs(envs, agent, *key):
 def get_mask(infos, envs, agent):
     """Allowed choices (1, N, sum of choices): all where there is no mask [X4]."""
     mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
-    for i in np.flatnonzero(agent.args.mask_actions & bool(mask.numel()) & infos.get("_action_mask", False)):
+    for i in np.flatnonzero(agent.num_choices and agent.args.mask_actions and infos.get("_action_mask", 0)):
         mask[0, i] = torch.from_numpy(infos["action_mask"][i].astype(bool))
     return mask.to(agent.device)
 
@@ -203,7 +203,7 @@ def read_action_space(space, args):
     """Number of choices per component [D37]; function from actions (N, A) to the env's."""
     num_choices, offset, scale = [], getattr(space, "start", 0), 1
     if isinstance(space, Discrete | MultiDiscrete):
-        num_choices = np.ravel(getattr(space, "nvec", getattr(space, "n", 0))).tolist()
+        num_choices = np.ravel(space.n if isinstance(space, Discrete) else space.nvec).tolist()
     elif isinstance(space, MultiBinary):
         num_choices = [2] * int(np.prod(space.shape))
     elif isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
@@ -308,13 +308,13 @@ class Agent(nn.Module):
         return obs.float().to(self.device)
 
     def encode(self, obs, rnn_state, starts):
-        """Input (L, S, F) of actor and critic, and the RNN state after the last step."""
+        """Features (L, S, F) of actor and critic, and the RNN state after the last step."""
         if not self.num_states:
             return self.trunk(obs), rnn_state
         # One RNN call per stretch of steps in which no sequence begins an episode.
-        cuts = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
+        bounds = [0, *(starts[1:].any(1).nonzero().flatten() + 1).tolist(), len(obs)]
         outputs = []
-        for begin, end in pairwise(cuts):
+        for begin, end in pairwise(bounds):
             rnn_state = rnn_state * (1 - starts[begin] * self.args.rnn_reset)[:, None]  # [D34]
             hidden = rnn_state.split(1) if self.args.rnn == "lstm" else rnn_state
             output, hidden = self.rnn(obs[begin:end], hidden)
@@ -347,7 +347,7 @@ class Agent(nn.Module):
             logprob = sum(p.log_prob(a) for p, a in zip(parts, action.unbind(-1), strict=True))
             return action, logprob, sum(p.entropy() for p in parts), value, rnn_state
         output = output.tanh() if self.args.tanh_mean else output
-        # Clamped, as clipped actions give log_std no gradient that would hold it [D23, D25].
+        # Clamped: where actions are clipped, nothing else stops log_std from growing [D23, D25].
         normal = Normal(output, self.log_std.clamp(-5, 2).exp(), validate_args=False)
         action = output + normal.stddev * noise if action is None else action
         return action, normal.log_prob(action).sum(-1), normal.entropy().sum(-1), value, rnn_state
@@ -365,14 +365,14 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
-GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # what may change
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # to be kept
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
     """One optimizer step on the sequences `index` (M,) of the batch (L, S, ...). All parameters are
     views of one vector: so gradient norm, Adam and all-reduce are one operation each."""
     args, mb = agent.args, {name: x[:, index] for name, x in batch.items()}
-    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # no floats: compiled in
+    learning_rate, clip_coef, ent_coef, vf_coef = coefs.unbind()  # tensors: floats would be compiled in
     weights = dict(agent.named_parameters())
     def loss_of(params):  # equation 9 of Schulman et al. 2017
         parts = params.split([p.numel() for p in weights.values()])
@@ -471,7 +471,7 @@ def train(args, checkpoint=None):
     if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
         print("compiling: the first iteration takes up to a minute")
         options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
@@ -483,7 +483,7 @@ def train(args, checkpoint=None):
     save_every = args.checkpoint_every or max(num_iterations // 20, -(-limit // args.num_steps))
     log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
-    if args.norm_obs and not checkpoint:  # uncounted: no policy sees raw observations
+    if args.norm_obs and not checkpoint:  # first statistics; global_step leaves these steps out
         agent.obs_rms.update(rollout(envs, agent, act, env_state)[0]["raw_obs"])
     last_time = time.perf_counter()
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):
@@ -633,7 +633,7 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # drops a torn row; g: the header
         path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)

@@ -64,7 +64,7 @@ class Args:
     evaluate: str | None = None  # run folder to evaluate instead of training
     test_trials: int = 100_000  # of the meta-test, with greedy and with sampled actions each
     test_every: int = 0  # iterations between meta-tests of a tenth of test_trials; 0: none
-    checkpoint_every: int = 0  # iterations; it resets the environments; 0: about 20 a run
+    checkpoint_every: int = 0  # iterations; each resets the environments; 0: about 20 a run or fewer
 
     # Environment
     env_id: str = "Bandit"  # also TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir, Gymnasium's
@@ -89,12 +89,12 @@ class Args:
     update_epochs: int = 1  # maximum epochs per rollout [D6]
     norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
-    clip_vloss: bool = False  # clip the change of the value by clip_coef * value_std [D9]
+    clip_vloss: bool = False  # clip the change of the value to clip_coef * value_std [D9]
     ent_coef: float = 0.05  # entropy bonus; 0.01 helps discrete actions [D10]
     anneal_ent: bool = True  # anneal ent_coef linearly to 0
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
-    target_kl: float | None = None  # stop the epochs once their mean KL exceeds it [X3]
+    target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
     expected_reward: bool = True  # advantages from mean rewards; the agent sees the sampled ones
     privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
@@ -155,7 +155,7 @@ PRESETS = {
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": None},  # 0.95; 1 if episodes end early
-    # Duan et al. 2016, but for GRU, KL line search, Monte Carlo values; 25,000 trials of ten pulls.
+    # Duan et al. 2016 but for its ReLU GRU, KL line search, Monte Carlo targets; 25,000 trials of 10 pulls.
     "published": {"rnn_hidden": 256, "gamma": 0.99, "gae_lambda": 0.3, "learning_rate": 1e-3,
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
                   "update_epochs": 5, "target_kl": 0.01, "clip_coef": 0.1, "ent_coef": 0.0,
@@ -327,7 +327,7 @@ class Simulator:
             action = action + self.action_space.start
         else:
             low, high = self.action_space.low, self.action_space.high
-            action = action.reshape(-1, *low.shape).clip(low, high)  # [D27]
+            action = action.reshape(-1, *low.shape).clip(low, high)  # [D27], not scaled
         obs, reward, terminated, truncated, _ = self.envs.step(action)
         if self.to_velocity:
             self.errors.append([env.error for env in self.envs.envs])
@@ -537,7 +537,7 @@ def play(tasks, agent, greedy=False):
     obs, hint = tasks.reset()
     action = torch.zeros(N, agent.num_actions, device=device)
     action = action[:, 0].long() if agent.discrete else action
-    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)
+    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)  # of no step
     rnn_state = None
     for t in range(T):
         inputs = agent.encode(obs, action, reward, done)
@@ -596,7 +596,7 @@ def train(args, checkpoint=None):
 
         # Rollout
         data, episodes = rollout(tasks, agent)
-        if args.gamma is None:  # discounted, an early end costs little
+        if args.gamma is None:  # discounted, ending early would cost little
             progress["ends_early"] |= mean_over_ranks(data["counted"].float().mean()).item() < 1
         gamma = (1.0 if progress["ends_early"] else 0.95) if args.gamma is None else args.gamma
 
@@ -633,8 +633,8 @@ def train(args, checkpoint=None):
         trial = 0, episodes.sum(0).mean().item(), args.trial_length  # logged as one episode
         progress |= {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                      "seconds": progress["seconds"] + seconds, "episodes": [trial]}
-        value_error = batch["returns"] - data["values"]
-        unexplained = value_error[data["counted"]].var() / (batch["returns"][data["counted"]].var() + 1e-8)
+        value_error = returns - data["values"]
+        unexplained = value_error[data["counted"]].var() / (returns[data["counted"]].var() + 1e-8)
         losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, losses.tolist(), strict=True))}
@@ -773,7 +773,7 @@ class RunLog:
                        dir=run_dir, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(str(run_dir), purge_step=global_step + 1)
         path = run_dir / "metrics.csv"
-        rows = path.read_text().split("\n")[:-1] if global_step else []  # a torn row has no end
+        rows = path.read_text().split("\n")[:-1] if global_step else []  # drops a torn row; g: the header
         path.write_text("".join(f"{x}\n" for x in rows if x[0] == "g" or int(x.split(",")[0]) <= global_step))
         self.metrics = open(path, "a", buffering=1)  # noqa: SIM115
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {run_dir}", flush=True)
