@@ -40,7 +40,7 @@ SHORT = {
     "rl2_meta": """--total-timesteps 640 --num-trials 16 --rnn-hidden 16 --checkpoint-every 2
         --test-trials 50""",
 }
-SCRIPTS = tuple(SHORT)
+SCRIPTS, PPO = tuple(SHORT), "ppo_continuous"
 BOTH = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 128,
         "rnn_hidden": 16, "eval_episodes": 2, "compile": False}
 SMALL = {
@@ -48,12 +48,17 @@ SMALL = {
     atari: BOTH | {"screen_size": 36, "device": "cpu", "precision": "fp32", "torch_threads": 1,
                    "env_threads": 1},
 }
+finished_ppo = pytest.mark.parametrize("finished", [PPO], indirect=True)
 both_scripts = pytest.mark.parametrize("script", [ppo, atari], ids=["continuous", "atari"])
 
 @pytest.fixture(autouse=True)
-def one_thread_and_seed():
+def one_thread_seed_and_squares(monkeypatch):
+    """ppo_atari takes --env-id Squares, games of our own, too."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    make_envs = atari.make_envs
+    monkeypatch.setattr(atari, "make_envs", lambda args, num_envs: (
+        probes.Squares if args.env_id == "Squares" else make_envs)(args, num_envs))
 
 # --------------------------------------------------------------------------------- whole runs of every script
 
@@ -130,13 +135,6 @@ def flag_docs(module):
 
 # ---------------------------------------------------------------------- small agents of the two PPO scripts
 
-@pytest.fixture
-def squares(monkeypatch):
-    """ppo_atari takes --env-id Squares, games of our own."""
-    make_envs = atari.make_envs
-    monkeypatch.setattr(atari, "make_envs", lambda args, num_envs: (
-        probes.Squares if args.env_id == "Squares" else make_envs)(args, num_envs))
-
 def small_args(env_id="unused", script=ppo, **flags):
     """Flags of a run that takes a second."""
     return script.Args(env_id=env_id, **SMALL[script] | flags)
@@ -169,11 +167,6 @@ def play(envs, agent, env_state, noise=1.0):
 
 def weights(agent):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
-
-def coefs_of(args, **changes):
-    """What `train_step` takes beside agent and batch: the numbers that may change from step to step."""
-    names = ("learning_rate", "clip_coef", "ent_coef", "vf_coef")
-    return torch.tensor([changes.get(name, getattr(args, name)) for name in names])
 
 def trained(run_dir, env_id, script=ppo, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""

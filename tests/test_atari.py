@@ -15,7 +15,6 @@ from probes import Squares
 
 import ppo_atari as atari
 
-pytestmark = pytest.mark.usefixtures("squares")
 FIRE, NOOP = ale_py.Action.FIRE, ale_py.Action.NOOP
 
 def small_agent(env_id="Breakout", **flags):

@@ -1,6 +1,5 @@
 """Muesli: its formulas against plain loops and closed forms, its replay, what it learns, its evaluations."""
 
-import csv
 import math
 from itertools import product
 from types import SimpleNamespace
@@ -9,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from conftest import read_metrics
 from gymnasium.spaces import Box, Discrete
 from probes import Forever, Probe
 from torch.nn.functional import kl_div
@@ -395,8 +395,8 @@ def test_learning_rates_of_updates(learning_starts, first, anneal_lr, share, mon
 def test_targets_beyond_the_support_are_said_once(monkeypatch, tmp_path, capsys):
     evaluated(monkeypatch, tmp_path / "run", [0, 0], lambda *args: args[-1].add_(0.5), total_timesteps=3000)
     assert capsys.readouterr().out.count("targets beyond value_min or value_max are clipped") == 1
-    with open(tmp_path / "run" / "metrics.csv") as file:  # losses are means over updates
-        assert [float(row["value_loss"]) for row in csv.DictReader(file)] == [0.5] * 3
+    rows = read_metrics(tmp_path / "run")  # losses are means over updates
+    assert [float(row["value_loss"]) for row in rows] == [0.5] * 3
 
 @pytest.mark.parametrize(("flags", "returns", "solved_at", "steps"), [
     ({"env_id": "CartPole-v1", "total_timesteps": 900}, [500, 474, 475, 476], 300, 400),  # Gymnasium's 475

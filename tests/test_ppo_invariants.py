@@ -10,7 +10,6 @@ from torch.distributions import Normal
 import ppo_atari as atari
 import ppo_continuous as ppo
 
-pytestmark = pytest.mark.usefixtures("squares")
 ENV_ID = {ppo: "CartPole-v1", atari: "Squares"}
 LIMITED = {ppo: {"env_id": "Line-v0"}, atari: {"env_id": "Squares", "max_frames": 28}}  # time limits
 

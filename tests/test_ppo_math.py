@@ -4,16 +4,16 @@ import copy
 from types import SimpleNamespace
 
 import numpy as np
-import probes  # noqa: F401
 import pytest
 import torch
-from conftest import bare_agent, both_scripts, coefs_of, in_words, play, small_agent, small_args, weights
+from conftest import bare_agent, both_scripts, in_words, play, small_agent, small_args, weights
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 from torch.distributions import Categorical, Normal
 
 import ppo_atari as atari
 import ppo_continuous as ppo
+import rl2_meta as rl2
 
 # -------------------------------------------------------------------------------------------------------- GAE
 
@@ -41,29 +41,29 @@ def brute_force_advantages(rewards, values, last_value, final_values, dones, gam
                 break
     return advantages
 
-@both_scripts
 @pytest.mark.parametrize("gamma, gae_lambda", [(0.99, 0.95), (0.5, 0.3), (1, 1), (0.9, 0), (0, 0.9)])
-def test_gae_is_the_double_sum(script, gamma, gae_lambda):
+def test_gae_is_the_double_sum(gamma, gae_lambda):
+    """RL^2's, too, without ends: nothing follows a trial."""
     for seed in range(2):
-        rollout = random_rollout(seed)
-        expected = brute_force_advantages(*rollout, gamma, gae_lambda)
-        torch.testing.assert_close(script.compute_gae(*rollout, gamma, gae_lambda), expected)
+        rewards, values, *ends = random_rollout(seed)
+        expected = brute_force_advantages(rewards, values, *ends, gamma, gae_lambda)
+        torch.testing.assert_close(ppo.compute_gae(rewards, values, *ends, gamma, gae_lambda), expected)
+        expected = brute_force_advantages(rewards, values, *(0 * x for x in ends), gamma, gae_lambda)
+        torch.testing.assert_close(rl2.gae_over_trial(rewards, values, gamma, gae_lambda), expected)
 
-@both_scripts
 @pytest.mark.parametrize("ends", [True, False])
-def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23(script, ends):
+def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23(ends):
     rewards, zeros = torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1)
     dones = torch.tensor([[0.0], [0.0], [float(ends)]])
     last_value = torch.full((1, 1), 100.0 * ends)  # of another episode, or 0
-    returns = script.compute_gae(rewards, zeros, last_value, zeros, dones, gamma=0.1, gae_lambda=1.0)
+    returns = ppo.compute_gae(rewards, zeros, last_value, zeros, dones, gamma=0.1, gae_lambda=1.0)
     torch.testing.assert_close(returns, torch.tensor([[1.23], [2.3], [3.0]]))
 
 # --------------------------------------------------------------------------------- statistics, normalization
 
-@both_scripts
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_running_statistics_are_those_of_all_data(script, offset):
-    rng, statistics = np.random.default_rng(0), script.RunningMeanStd(3)
+def test_running_statistics_are_those_of_all_data(offset):
+    rng, statistics = np.random.default_rng(0), ppo.RunningMeanStd(3)
     batches = [offset + rng.normal(i, 1 + i, size=(size, 2, 3)) for i, size in enumerate((1, 50, 7, 300))]
     for batch in batches:
         statistics.update(torch.from_numpy(batch))
@@ -183,7 +183,7 @@ def test_train_step_is_the_written_out_loss_and_pytorchs_clipping_and_adam(scrip
     for i in range(4):
         batch, states = random_batch(agent, L=4 if "rnn" in flags else 1, scale=10.0 ** (i % 3))
         index = torch.randperm(8)[:6]
-        coefs = coefs_of(agent.args, learning_rate=0.01 / (i + 1), ent_coef=0.1)
+        coefs = torch.tensor([0.01 / (i + 1), agent.args.clip_coef, 0.1, agent.args.vf_coef])
         with torch.no_grad():
             script.train_step(agent, opt, batch, states, index, coefs, losses)
         mb = {name: x[:, index] for name, x in batch.items()}
@@ -220,9 +220,6 @@ def act(agent, obs, action=None, mask=None, noise=0.0):
         result = agent(obs[None], state, starts, mask[None], action, noise)
     return [x[0] for x in result[:3]]
 
-def gumbel(*shape):
-    return -torch.empty(shape).exponential_().log()
-
 @pytest.mark.parametrize("log_std, clamped", [(-1.0, -1.0), (4.0, 2.0), (-9.0, -5.0)])
 def test_normal_policy_is_pytorchs_normal(log_std, clamped):
     agent, _ = bare_agent(log_std_init=log_std)
@@ -252,7 +249,7 @@ def test_forbidden_choices_have_probability_zero_and_are_never_sampled():
     nn.init.normal_(head(agent).bias)
     obs, mask = torch.randn(1, 3).expand(count, 3), torch.tensor([True, False, False, True, False, True])
     masks = mask.expand(count, 6)
-    action, _, entropy = act(agent, obs, mask=masks, noise=gumbel(1, count, 6))
+    action, _, entropy = act(agent, obs, mask=masks, noise=-torch.empty(1, count, 6).exponential_().log())
     assert set(action[:, 0].tolist()) == {0, 3} and set(action[:, 1].tolist()) == {1}
     every = torch.cartesian_prod(torch.arange(4), torch.arange(2))
     probability = act(agent, obs[:8], every, masks[:8])[1].exp()
@@ -275,7 +272,6 @@ def test_a_mask_gives_no_gradient_to_forbidden_choices(script):
 @pytest.mark.parametrize("script, env_id, num_choices, flags", [
     (ppo, "MultiDiscrete-v0", [3, 4], {"num_envs": 32, "num_steps": 64}),
     (atari, "Squares", [4], {"num_envs": 32, "num_steps": 64, "fire_reset": False})], ids=in_words)
-@pytest.mark.usefixtures("squares")
 def test_a_rollout_samples_the_softmax(script, env_id, num_choices, flags):
     envs, agent, _, env_state = small_agent(env_id, script, **flags)
     nn.init.zeros_(head(agent).weight)

@@ -9,11 +9,9 @@ from functools import partialmethod
 
 import pytest
 import torch
-from conftest import ROOT, SHORT, flat, load, read_metrics, run_python
+from conftest import PPO, ROOT, SHORT, finished_ppo, flat, load, read_metrics, run_python
 from tqdm import tqdm
 
-PPO = "ppo_continuous"
-ONLY_PPO = pytest.mark.parametrize("finished", [PPO], indirect=True)
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
 import os
@@ -92,7 +90,7 @@ def test_interrupted_and_resumed(state, tmp_path, main, monkeypatch):
     main(script, "--resume run")
     check_same(tmp_path / "run", tmp_path / "expected")
 
-@ONLY_PPO
+@finished_ppo
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
     """The old checkpoint stays until the new one is on the disk."""
@@ -126,7 +124,7 @@ def test_killed_after_the_last_step(finished, run_dir, main, monkeypatch):
     main(finished.script, "--resume run")
     assert (summary.read_text(), metrics.read_text()) == before
 
-@ONLY_PPO
+@finished_ppo
 def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir, main):
     before, rows = load(run_dir), read_metrics(run_dir)
     main(PPO, "--resume run --total-timesteps 192 --ent-coef 0.02 --no-anneal-lr")
