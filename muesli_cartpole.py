@@ -256,7 +256,7 @@ class Network(nn.Module):
     def represent(self, obs):
         """Latent states of observations (..., O), or of images with channels first or last."""
         x = obs.float().flatten(0, -1 - self.obs_ndim)
-        x = x.movedim(-1, 1).contiguous() if self.channels_last else x  # a vector stays
+        x = x.movedim(-1, 1).contiguous() if self.channels_last else x  # no change to vectors
         return self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
 
     def step(self, state, action):
@@ -344,7 +344,7 @@ def make_targets(agent, batch):
     # Retrace (4.4)
     ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1).clamp(max=1)
     traces = (args.retrace_lambda * ratio if args.retrace else 1.0) * (1 - batch["last"])
-    q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q  # cancels
+    q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q  # off: it cancels
     discounts = args.gamma * (1 - batch["terminal"])  # absorbing states without rewards (2)
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
     # Advantages over the root of their second moment: the mean stays (4.5)
@@ -486,7 +486,7 @@ def train(args, checkpoint=None):
         # Rollout
         rows, episodes = rollout(envs, agent, env_state)
         replay.add(rows)
-        steps = int((1 - rows["last"]).sum())  # resets are none
+        steps = int((1 - rows["last"]).sum())  # a reset is no step
         iteration, global_step = progress["iteration"] + 1, progress["global_step"] + steps
         progress |= {"iteration": iteration, "global_step": global_step,
                      "episodes": (progress["episodes"] + episodes)[-100:]}

@@ -141,7 +141,7 @@ class Args:
             raise UsageError("an RNN needs share_network")
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences, not singly")
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -406,7 +406,7 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
-        done = terminated | truncated  # terminated: also a lost life, but the last [D16]
+        done = terminated | truncated  # terminated: also a lost life, not the last [D16]
         for n in np.flatnonzero(truncated & ~terminated & args.truncation_bootstrap):
             final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out the last frame
             final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])

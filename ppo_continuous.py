@@ -131,7 +131,7 @@ class Args:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences, not singly")
+            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}

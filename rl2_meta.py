@@ -537,7 +537,7 @@ def play(tasks, agent, greedy=False):
     obs, hint = tasks.reset()
     action = torch.zeros(N, agent.num_actions, device=device)
     action = action[:, 0].long() if agent.discrete else action
-    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)  # of no step
+    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)  # of no step yet
     rnn_state = None
     for t in range(T):
         inputs = agent.encode(obs, action, reward, done)

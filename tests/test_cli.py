@@ -143,7 +143,7 @@ BAD_FLAGS = {
         ("--env-kwargs '{no json'", "CartPole-v1: JSONDecodeError"),
         ("""--env-kwargs '{"continuous": true}'""", "unexpected keyword argument 'continuous'"),
         ("--num-minibatches 3", "num_minibatches 32 sequences"),
-        ("--num-minibatches 32", "num_minibatches 32 sequences, not singly"),
+        ("--num-minibatches 32", "num_minibatches 32 sequences (2+ steps)"),
         ("--num-minibatches 4 --rnn gru", "num_minibatches 2 sequences"),
         ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len must divide num_steps"),

@@ -22,7 +22,7 @@ OWN_FLAGS = {
 PAIRS = list(combinations(map(importlib.import_module, SCRIPTS), 2))
 
 def own(one, two):
-    """The two PPO scripts have more in common."""
+    """OWN, without what the two PPO scripts have in common."""
     both_ppo = one.__name__.startswith("ppo") and two.__name__.startswith("ppo")
     return OWN - {"make_agent", "train_step"} if both_ppo else OWN
 
