@@ -131,8 +131,8 @@ class Args:
             low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
             if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-        if self.num_trials % self.num_minibatches:
-            raise UsageError(f"num_minibatches must divide {self.num_trials} trials")
+        if self.num_trials % (M := self.num_minibatches) or self.num_trials * self.trial_length == M:
+            raise UsageError(f"num_minibatches must divide {self.num_trials} trials (2+ steps)")
         if (self.env_id in FAMILIES) == (self.task_sampler is not None):
             raise UsageError(f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
                              f"{', '.join(FAMILIES)}, or a Gymnasium id and a task_sampler")

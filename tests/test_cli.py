@@ -189,6 +189,7 @@ BAD_FLAGS = {
         ("--no-tabular", "tabular is of no use in Bandit"),
         ("--capture-video", "capture_video is of no use in Bandit"),
         ("--num-trials 10 --num-minibatches 4", "num_minibatches must divide 10 trials"),
+        ("--num-trials 4 --num-minibatches 4 --episodes-per-trial 1", "must divide 4 trials (2+ steps)"),
         ("--total-timesteps 159", "total_timesteps leaves no rollout of 160 steps"),
         ("--env-id HalfCheetahDir --num-trials 8 --total-timesteps 6399", "leaves no rollout of 3200 steps"),
     ],
