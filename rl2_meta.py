@@ -14,7 +14,7 @@ A trial is n episodes in one unknown task. The RNN state is zero when a trial be
 across its episodes: it holds all that the agent learns of the task, as the weights do not change.
 PPO maximizes the return of whole trials.
 
-Not the paper's, and off in `--preset published`: table of cells, expected rewards, critic that
+Not the paper's, and off in `--preset published`: table of cells, regrets as rewards, critic that
 sees the task, wide inputs and long memories of the RNN, entropy bonus, discount 1.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
@@ -96,7 +96,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    expected_reward: bool = True  # advantages from mean rewards; the agent sees the sampled ones
+    learn_regret: bool = True  # maximize A*(s, a), minus the regret, of the task; the agent sees rewards
     privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
     tabular: bool = True  # TabularMDP: one-hot cells as input, a policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
@@ -160,7 +160,7 @@ PRESETS = {
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
                   "update_epochs": 5, "target_kl": 0.01, "clip_coef": 0.1, "ent_coef": 0.0,
                   "max_grad_norm": 0.0, "share_network": False, "privileged_critic": False,
-                  "expected_reward": False, "tabular": False, "chrono_init": False,
+                  "learn_regret": False, "tabular": False, "chrono_init": False,
                   "input_gain": 1.0, "total_timesteps": 250_000_000},
 }
 
@@ -168,7 +168,7 @@ class Bandit:
     """Arms that pay 1 with probabilities uniform in [0, 1]. An episode is one pull and nothing is
     observed. The hint is what the best arm and what random arms would still pay."""
 
-    FLAGS = ("num_arms", "expected_reward")
+    FLAGS = ("num_arms", "learn_regret")
 
     def __init__(self, args, num_trials, device, video_dir=None):
         self.num_trials, self.num_arms, self.device = num_trials, args.num_arms, device
@@ -186,11 +186,11 @@ class Bandit:
         return hint[:, :0], hint / self.num_pulls
 
     def step(self, action):
-        """Returns next observations and hints, rewards, dones and expected rewards (N,)."""
-        expected_reward = self.probs.gather(1, action[:, None]).squeeze(1)
-        reward = torch.bernoulli(expected_reward)
+        """Returns next observations and hints, rewards, dones and A*(s, a) of what was done (N,)."""
+        prob = self.probs.gather(1, action[:, None]).squeeze(1)
+        reward = torch.bernoulli(prob)
         self.pulls_left -= 1
-        return *self.observe(), reward, torch.ones_like(reward), expected_reward
+        return *self.observe(), reward, torch.ones_like(reward), prob - self.probs.amax(1)
 
 class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; Dirichlet(1) transitions, rewards
@@ -199,7 +199,7 @@ class TabularMDP:
     hint is what an optimal and what a random policy would still collect."""
 
     STATES, ACTIONS, HORIZON = 10, 5, 10
-    FLAGS = ("tabular", "expected_reward")
+    FLAGS = ("tabular", "learn_regret")
 
     def __init__(self, args, num_trials, device, video_dir=None):
         self.num_trials, self.num_episodes = num_trials, args.episodes_per_trial
@@ -215,11 +215,13 @@ class TabularMDP:
         transitions = weights / weights.sum(-1, keepdim=True)
         self.cumulative = transitions.cumsum(-1)
         self.means = 1 + torch.randn(N, S, A, device=device)
-        values = [torch.zeros(N, S, 2, device=device)]
+        values, advantages = [torch.zeros(N, S, 2, device=device)], []
         for _ in range(self.HORIZON):  # value iteration for the optimal and the random policy
             q = self.means[..., None] + torch.einsum("nsax,nxp->nsap", transitions, values[-1])
             values.append(torch.stack([q[..., 0].amax(2), q[..., 1].mean(2)], -1))
+            advantages.append(q[..., 0] - values[-1][..., :1])
         self.values = torch.stack(values[::-1])  # (HORIZON + 1, N, S, 2)
+        self.advantages = torch.stack(advantages[::-1])  # (HORIZON, N, S, A)
         self.state, self.t = torch.zeros_like(self.trials), 0
         self.cells = torch.zeros(N, 2 * self.num_cells, device=device)
         return self.observe()
@@ -231,17 +233,17 @@ class TabularMDP:
         return obs, hint / (self.num_episodes * self.HORIZON)
 
     def step(self, action):
-        expected_reward = self.means[self.trials, self.state, action]
-        reward = expected_reward + torch.randn_like(expected_reward)
+        chosen = self.trials, self.state, action
+        reward = self.means[chosen] + torch.randn_like(self.means[chosen])
+        advantage = self.advantages[self.t % self.HORIZON][chosen]
         if self.num_cells:
             cell = one_hot(self.state * self.ACTIONS + action, self.num_cells)
             self.cells = torch.cat([cell, cell * reward[:, None]], 1)
-        edges = self.cumulative[self.trials, self.state, action]
-        uniform = torch.rand_like(expected_reward)[:, None]
+        next_state = (torch.rand_like(reward)[:, None] > self.cumulative[chosen]).sum(1)
         self.t += 1
         done = self.t % self.HORIZON == 0
-        self.state = (uniform > edges).sum(1).clamp(max=self.STATES - 1) * (not done)  # edges may end below 1
-        return *self.observe(), reward, torch.full_like(reward, done), expected_reward
+        self.state = next_state.clamp(max=self.STATES - 1) * (not done)  # sums may end below 1
+        return *self.observe(), reward, torch.full_like(reward, done), advantage
 
 class Runner(gym.Wrapper):
     """Rewards direction `goal` (1 or -1) or velocity `goal` instead of running forward."""
@@ -270,12 +272,10 @@ class Simulator:
 
     def __init__(self, args, num_trials, device, video_dir=None):
         self.num_trials, self.device, self.alternate = num_trials, device, False
-        self.to_velocity = args.env_id == "HalfCheetahVel"
-        self.runner = args.env_id in RUNNERS
+        self.runner, self.to_velocity = args.env_id in RUNNERS, args.env_id == "HalfCheetahVel"
         env_id, options = RUNNERS.get(args.env_id, (args.env_id, {}))
         if self.runner:
             options = options | {"exclude_current_positions_from_observation": False, "camera_name": "track"}
-
         def make_env(i):
             recorded = args.capture_video and i == 0
             render = {"render_mode": "rgb_array"} if recorded else {}
@@ -544,9 +544,9 @@ def play(tasks, agent, greedy=False):
         time_left = hint.new_full((N, 1), (T - t) / T)
         step = {"obs": obs, "inputs": inputs, "hints": torch.cat([hint, time_left], 1)}
         action, logprob, rnn_state = agent.act(inputs, rnn_state, greedy)
-        obs, hint, reward, done, expected_reward = tasks.step(action)
+        obs, hint, reward, done, advantage = tasks.step(action)
         yield step | {"actions": action, "logprobs": logprob, "rewards": reward, "dones": done,
-                      "expected_rewards": expected_reward}
+                      "optimal_advantages": advantage}
 
 def episode_returns(rewards, dones, num_episodes):
     """Returns (n, N) of a trial's first n episodes, and which steps (T, N) belong to them: where
@@ -561,7 +561,8 @@ def rollout(tasks, agent):
     args, steps = agent.args, list(play(tasks, agent))
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     returns, data["counted"] = episode_returns(data["rewards"], data["dones"], args.episodes_per_trial)
-    rewards = data["expected_rewards"] if args.expected_reward else data["rewards"]
+    # On average A* sums to the return minus a constant of the task, with less noise.
+    rewards = data["optimal_advantages"] if args.learn_regret else data["rewards"]
     data["rewards"] = rewards * data["counted"]
     data["values"] = agent.get_value(data["inputs"], data["hints"])  # cheaper than step by step
     return data, returns
@@ -575,9 +576,8 @@ def train(args, checkpoint=None):
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     batch_size = args.num_trials * args.trial_length * WORLD_SIZE
-    progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": [],
-                "tests": [], "ends_early": False}
-    progress["global_step"] += batch_size * args.norm_obs  # of a first rollout for its statistics
+    progress = {"iteration": 0, "global_step": batch_size * args.norm_obs, "seconds": 0.0,
+                "episodes": [], "tests": [], "ends_early": False}  # norm_obs: a rollout for statistics
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):

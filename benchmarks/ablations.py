@@ -103,7 +103,7 @@ STUDIES = {
         "all": "",
         "no table of cells": "--no-tabular",
         "critic without the task": "--no-privileged-critic",
-        "drawn rewards": "--no-expected-reward",
+        "drawn rewards": "--no-learn-regret",
         "memories of PyTorch's length": "--no-chrono-init",
         "input gain 1": "--input-gain 1",
         "constant entropy bonus": "--no-anneal-ent",

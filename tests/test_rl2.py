@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 import rl2_meta as rl2
 
 SMALL = {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50,
-         "expected_reward": False, "privileged_critic": False}
+         "learn_regret": False, "privileged_critic": False}
 MDP = {"env_id": "TabularMDP", "episodes_per_trial": 3}
 VELOCITY = {"env_id": "HalfCheetahVel", "num_trials": 4, "episodes_per_trial": 2, "episode_length": 5,
             "privileged_critic": True}
@@ -42,8 +42,8 @@ def test_a_bandit():
     assert probs.square().mean().item() == pytest.approx(1 / 3, abs=0.005)
     chosen = probs[torch.arange(20_000), action]
     for _ in range(10):
-        _, _, reward, done, expected_reward = tasks.step(action)
-        assert torch.equal(expected_reward, chosen) and done.all()
+        _, _, reward, done, advantage = tasks.step(action)
+        assert torch.equal(advantage, chosen - probs.amax(1)) and done.all()
         assert torch.equal(reward, reward.square())
         assert ((reward - chosen) * chosen).mean().item() == pytest.approx(0, abs=0.01)
     tasks.reset()
@@ -57,12 +57,12 @@ def test_a_tabular_mdp():
     transitions = tasks.cumulative.diff(dim=-1, prepend=torch.zeros(4000, 10, 5, 1))
     assert transitions.square().mean().item() == pytest.approx(2 / 110, rel=0.02)  # Dirichlet(1)
     assert (means.mean().item(), means.std().item()) == pytest.approx((1, 1), abs=0.02)
-    noise, likelihood = [], []
+    noise, likelihood, surplus = [], [], -3 * tasks.values[0, :, 0, 0]
     for t in range(30):
         action = torch.randint(5, (4000,))
-        obs, _, reward, done, expected_reward = tasks.step(action)
-        assert torch.equal(expected_reward, means[trials, state, action])
-        noise.append(reward - expected_reward)
+        obs, _, reward, done, advantage = tasks.step(action)
+        noise.append(reward - means[trials, state, action])
+        surplus += reward - advantage
         next_state = obs[:, :10].argmax(1)
         assert (obs[:, :10].sum(1) == 1).all() and done.eq((t + 1) % 10 == 0).all()
         if done[0]:
@@ -72,25 +72,32 @@ def test_a_tabular_mdp():
         state = next_state
     assert torch.stack(noise).std().item() == pytest.approx(1, abs=0.01)
     assert torch.stack(likelihood).mean().item() == pytest.approx(20 / 110, abs=0.004)  # E[sum of p^2]
+    assert surplus.mean().item() == pytest.approx(0, abs=0.5)  # A* sums to the return minus the optimum
 
-def test_hints_of_an_mdp_are_what_optimal_and_random_play_would_still_collect():
+def test_hints_and_advantages_of_an_mdp_are_those_of_optimal_play():
+    """A hint is what it would still collect, and what random play would; an advantage is A* of an action."""
     tasks = many_tasks(1000, **MDP)
     _, hint = tasks.reset()
+    trials = torch.arange(1000)
     transitions = tasks.cumulative.diff(dim=-1, prepend=torch.zeros(1000, 10, 5, 1))
+
+    def q_value(best, steps):  # (1000, 10, 5)
+        return tasks.means + torch.einsum("nsax,nx->nsa", transitions, value(best, steps - 1))
 
     @cache
     def value(best, steps):  # (1000, 10)
         if steps == 0:
             return torch.zeros(1000, 10)
-        q = tasks.means + torch.einsum("nsax,nx->nsa", transitions, value(best, steps - 1))
-        return q.amax(2) if best else q.mean(2)
+        return q_value(best, steps).amax(2) if best else q_value(best, steps).mean(2)
 
     for t in range(30):
+        state, action, steps = tasks.state, torch.randint(5, (1000,)), 10 - t % 10
         for i, best in enumerate((True, False)):
-            expected = value(best, 10 - t % 10)[torch.arange(1000), tasks.state]
-            expected = expected + (2 - t // 10) * value(best, 10)[:, 0]
+            expected = value(best, steps)[trials, state] + (2 - t // 10) * value(best, 10)[:, 0]
             torch.testing.assert_close(hint[:, i] * 30, expected, rtol=1e-3, atol=1e-3)
-        hint = tasks.step(torch.randint(5, (1000,)))[1]
+        _, hint, _, _, advantage = tasks.step(action)
+        expected = q_value(True, steps)[trials, state, action] - value(True, steps)[trials, state]
+        torch.testing.assert_close(advantage, expected, rtol=1e-3, atol=1e-3)
     assert not hint.any()
     references = rl2.REFERENCES["TabularMDP", 10, 5]
     for best, name in ((True, "task known"), (False, "random")):
@@ -114,8 +121,8 @@ def test_rewards_of_a_simulator_are_gymnasiums_but_for_the_goal(env_id, plain_id
             one.set_state(qpos, qvel)
     size = plain[0].action_space.shape[0]
     for t, actions in enumerate(np.random.default_rng(0).normal(size=(20, 4, size)), 1):
-        *_, reward, done, expected_reward = tasks.step(torch.as_tensor(actions))
-        assert done.eq(t == 20).all() and torch.equal(reward, expected_reward)
+        *_, reward, done, advantage = tasks.step(torch.as_tensor(actions))
+        assert done.eq(t == 20).all() and torch.equal(reward, advantage)
         for n, env in enumerate(plain):
             low, high = env.action_space.low, env.action_space.high
             _, forwards, _, _, info = env.step(actions[n].clip(low, high))
@@ -196,7 +203,7 @@ def test_discount_where_episodes_end_early(length, gamma, tmp_path, monkeypatch)
     rl2.train(rl2.Args(**SMALL | flags))
     assert set(gammas) == {gamma}
 
-@pytest.mark.parametrize("flags", [{}, MDP | {"expected_reward": True}, VELOCITY])
+@pytest.mark.parametrize("flags", [{}, MDP | {"learn_regret": True}, VELOCITY])
 def test_inputs_are_the_observation_and_the_step_before(flags):
     """Action, reward as it was drawn, end of an episode; before a trial 0, 0, 1. And nothing else."""
     tasks, agent, _ = small_agent(**flags)
@@ -274,11 +281,11 @@ def test_a_gaussian_policy(learn_std):
     expected = (-0.5 * z.square() + 0.7 - 0.5 * math.log(2 * math.pi)).sum(1)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
 
-def test_expected_rewards_are_for_advantages_only():
-    drawn, expected = (rl2.rollout(*small_agent(expected_reward=flag)[:2])[0] for flag in (False, True))
-    assert torch.equal(drawn["inputs"], expected["inputs"])  # the agent sees what was drawn
+def test_regrets_are_for_learning_only():
+    drawn, regrets = (rl2.rollout(*small_agent(learn_regret=flag)[:2])[0] for flag in (False, True))
+    assert torch.equal(drawn["inputs"], regrets["inputs"])  # the agent sees what was drawn
     assert torch.equal(drawn["rewards"], drawn["rewards"].square())
-    assert torch.equal(expected["rewards"], expected["expected_rewards"])
+    assert torch.equal(regrets["rewards"], regrets["optimal_advantages"]) and regrets["rewards"].min() < 0
 
 def test_only_a_privileged_critic_sees_the_task():
     tasks, privileged, _ = small_agent(privileged_critic=True)
