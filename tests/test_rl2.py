@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -280,6 +281,15 @@ def test_a_gaussian_policy(learn_std):
     torch.testing.assert_close(z.std(0), torch.ones(6), atol=0.03, rtol=0)
     expected = (-0.5 * z.square() + 0.7 - 0.5 * math.log(2 * math.pi)).sum(1)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
+
+def test_a_run_is_resumed_with_longer_trials(tmp_path):
+    run_dir = tmp_path / "run"
+    rl2.train(rl2.Args(**SMALL, total_timesteps=640, run_dir=str(run_dir)))
+    checkpoint, args = rl2.load_checkpoint(run_dir)
+    longer = replace(args, resume=str(run_dir), episodes_per_trial=20, total_timesteps=1280)
+    assert len(rl2.train(longer, checkpoint)["episode_returns"]) == 20
+    steps = [int(row["global_step"]) for row in read_metrics(run_dir)]
+    assert steps == [160, 320, 480, 640, 960, 1280]
 
 def test_regrets_are_for_learning_only():
     drawn, regrets = (rl2.rollout(*small_agent(learn_regret=flag)[:2])[0] for flag in (False, True))
