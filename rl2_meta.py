@@ -96,7 +96,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    learn_regret: bool = True  # maximize A*(s, a), minus the regret, of the task; the agent sees rewards
+    learn_regret: bool = True  # maximize A*(s, a), an action's negative regret; the agent still sees rewards
     privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
     tabular: bool = True  # TabularMDP: one-hot cells as input, a policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
@@ -242,7 +242,7 @@ class TabularMDP:
         next_state = (torch.rand_like(reward)[:, None] > self.cumulative[chosen]).sum(1)
         self.t += 1
         done = self.t % self.HORIZON == 0
-        self.state = next_state.clamp(max=self.STATES - 1) * (not done)  # sums may end below 1
+        self.state = next_state.clamp(max=self.STATES - 1) * (not done)  # cumulative may end below 1
         return *self.observe(), reward, torch.full_like(reward, done), advantage
 
 class Runner(gym.Wrapper):
