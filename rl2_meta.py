@@ -14,8 +14,8 @@ A trial is n episodes in one unknown task. The RNN state is zero when a trial be
 across its episodes: it holds all that the agent learns of the task, as the weights do not change.
 PPO maximizes the return of whole trials.
 
-Not the paper's, and off in `--preset published`: table of cells, regrets as rewards, critic that
-sees the task, wide inputs and long memories of the RNN, entropy bonus, discount 1.
+Not the paper's, and off in `--preset published`: inputs that bind rewards to actions, regrets as
+rewards, critic that sees the task, long memories of the RNN, entropy bonus, discount 1.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
 (observation, previous action, reward and done), M trials in a minibatch, H hint for the critic.
@@ -98,12 +98,11 @@ class Args:
     norm_value: bool = True  # the critic learns returns over their running std
     learn_regret: bool = True  # maximize A*(s, a), an action's negative regret; the agent still sees rewards
     privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
-    tabular: bool = True  # TabularMDP: one-hot cells as input, a policy row per state
+    tabular: bool = True  # inputs bind rewards to actions; TabularMDP: a policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
     chrono_init: bool = True  # units that remember for 1 to T steps (Tallec and Ollivier 2018)
-    input_gain: float = 4.0  # gain of the RNN's input weights; 4 for bandits, else 1
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     learn_std: bool = True  # learn the std, one for all states [D24]
 
@@ -143,14 +142,14 @@ class Args:
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LONG_TRIALS = {"num_trials": 256, "num_minibatches": 8, "total_timesteps": 60_000_000}
-SIMULATOR = {"rnn": "lstm", "input_gain": 1.0, "chrono_init": False, "share_network": False, "gamma": 0.99,
+SIMULATOR = {"rnn": "lstm", "chrono_init": False, "share_network": False, "gamma": 0.99,
              "episodes_per_trial": 2, "num_trials": 8, "update_epochs": 10, "target_kl": 0.03,
              "norm_obs": True, "learning_rate": 1e-3, "ent_coef": 0.0, "test_trials": 200}
 PRESETS = {
     "none": {},
     "hundred": LONG_TRIALS | {"episodes_per_trial": 100},  # pulls of a Bandit
     "TabularMDP": LONG_TRIALS | {"rnn_hidden": 128, "learning_rate": 0.02, "gamma": 0.99, "gae_lambda": 0.9,
-                                 "input_gain": 1.0, "anneal_ent": False},
+                                 "anneal_ent": False},
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
@@ -161,36 +160,34 @@ PRESETS = {
                   "update_epochs": 5, "target_kl": 0.01, "clip_coef": 0.1, "ent_coef": 0.0,
                   "max_grad_norm": 0.0, "share_network": False, "privileged_critic": False,
                   "learn_regret": False, "tabular": False, "chrono_init": False,
-                  "input_gain": 1.0, "total_timesteps": 250_000_000},
+                  "total_timesteps": 250_000_000},
 }
 
 class Bandit:
-    """Arms that pay 1 with probabilities uniform in [0, 1]. An episode is one pull and nothing is
-    observed. The hint is what the best arm and what random arms would still pay."""
+    """Arms that pay 1 with probabilities uniform in [0, 1]; an episode is one pull. With `tabular` an
+    observation is the previous reward in its arm's place, else nothing. The hint is the
+    probabilities and the highest of them."""
 
-    FLAGS = ("num_arms", "learn_regret")
+    FLAGS = ("num_arms", "learn_regret", "tabular")
 
     def __init__(self, args, num_trials, device, video_dir=None):
         self.num_trials, self.num_arms, self.device = num_trials, args.num_arms, device
-        self.action_space, self.num_pulls = Discrete(args.num_arms), args.trial_length
-        self.obs_size, self.hint_size, self.num_rows = 0, 2, 1
+        self.action_space, self.num_rows = Discrete(args.num_arms), 1
+        self.obs_size, self.hint_size = args.num_arms * args.tabular, args.num_arms + 1
 
     def reset(self):
         """New tasks. Returns observations (N, O) and hints (N, H)."""
         self.probs = torch.rand(self.num_trials, self.num_arms, device=self.device)
-        self.pulls_left = self.num_pulls
-        return self.observe()
-
-    def observe(self):
-        hint = torch.stack([self.probs.amax(1), self.probs.mean(1)], 1) * self.pulls_left
-        return hint[:, :0], hint / self.num_pulls
+        self.hint = torch.cat([self.probs, self.probs.amax(1, keepdim=True)], 1)
+        return torch.zeros_like(self.probs[:, : self.obs_size]), self.hint
 
     def step(self, action):
         """Returns next observations and hints, rewards, dones and A*(s, a) of what was done (N,)."""
-        prob = self.probs.gather(1, action[:, None]).squeeze(1)
-        reward = torch.bernoulli(prob)
-        self.pulls_left -= 1
-        return *self.observe(), reward, torch.ones_like(reward), prob - self.probs.amax(1)
+        arm = one_hot(action, self.num_arms)
+        reward = torch.bernoulli((self.probs * arm).sum(1))
+        advantage = ((self.probs - self.hint[:, -1:]) * arm).sum(1)
+        obs = arm[:, : self.obs_size] * reward[:, None]
+        return obs, self.hint, reward, torch.ones_like(reward), advantage
 
 class TabularMDP:
     """10 states, 5 actions, episodes of 10 steps from state 0; Dirichlet(1) transitions, rewards
@@ -391,14 +388,13 @@ def layer_init(layer, gain, args):
     return layer
 
 def make_rnn(num_inputs, args):
-    """Recurrent layer with orthogonal gates [D32]. At gain 1 a bandit's inputs hardly move a unit,
-    and only saturating units can bind a reward to its action; an MDP's cells already do."""
+    """Recurrent layer with orthogonal gates [D32]."""
     size = args.rnn_hidden
     rnn = {"gru": nn.GRU, "lstm": nn.LSTM}[args.rnn](num_inputs, size)
     if args.ortho_init:
-        for weight, gain in ((rnn.weight_ih_l0, args.input_gain), (rnn.weight_hh_l0, 1.0)):
+        for weight in (rnn.weight_ih_l0, rnn.weight_hh_l0):
             for gate in weight.data.split(size):
-                nn.init.orthogonal_(gate, gain)
+                nn.init.orthogonal_(gate)
         nn.init.zeros_(rnn.bias_ih_l0)
         nn.init.zeros_(rnn.bias_hh_l0)
     if args.chrono_init:

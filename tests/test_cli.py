@@ -186,7 +186,7 @@ BAD_FLAGS = {
         ("--task-sampler some:f --env-id Blind-v0 --capture-video", "it renders nothing"),
         ("--task-sampler some:f --env-id CartPole-v1 --num-arms 3", "num_arms is of no use in CartPole-v1"),
         ("--env-id TabularMDP --episode-length 3", "episode_length is of no use in TabularMDP"),
-        ("--no-tabular", "tabular is of no use in Bandit"),
+        ("--env-id AntDir --no-tabular", "tabular is of no use in AntDir"),
         ("--capture-video", "capture_video is of no use in Bandit"),
         ("--num-trials 10 --num-minibatches 4", "num_minibatches must divide 10 trials"),
         ("--num-trials 4 --num-minibatches 4 --episodes-per-trial 1", "must divide 4 trials (2+ steps)"),

@@ -219,6 +219,11 @@ def test_inputs_are_the_observation_and_the_step_before(flags):
     assert torch.equal(data["inputs"], expected.float())
     assert data["dones"].sum(0).eq(agent.args.episodes_per_trial).all() and data["dones"][-1].all()
 
+def test_a_bandits_reward_is_observed_in_its_arms_place():
+    tasks, agent, _ = small_agent()
+    obs, arm, reward, _ = rl2.rollout(tasks, agent)[0]["inputs"].split([5, 5, 1, 1], -1)
+    assert torch.equal(obs, arm * reward) and obs.any()
+
 def test_cells_of_a_table():
     """After the state come the state and action before, as one of 50 cells, and the same times the reward."""
     tasks, agent, _ = small_agent(**MDP)
@@ -263,7 +268,7 @@ def test_gradient_reaches_back_to_the_start_of_a_trial():
 def test_actions_are_likeliest_or_drawn(greedy):
     _, agent, _ = small_agent()
     agent.actor.weight.data.normal_()
-    inputs = torch.randn(1, 7).expand(20_000, 7)
+    inputs = torch.randn(1, 12).expand(20_000, 12)
     probs = agent.policy(agent.actor_rnn(inputs[None])[0], inputs[None]).probs[0, 0]
     actions, logprobs, _ = agent.act(inputs, None, greedy)
     expected = one_hot(probs.argmax(), 5).float() if greedy else probs
@@ -300,9 +305,9 @@ def test_regrets_are_for_learning_only():
 def test_only_a_privileged_critic_sees_the_task():
     tasks, privileged, _ = small_agent(privileged_critic=True)
     data, _ = rl2.rollout(tasks, privileged)
-    hints = torch.stack([tasks.probs.amax(1), tasks.probs.mean(1), torch.ones(16)], 1)
-    for left, row in zip(range(10, 0, -1), data["hints"], strict=True):
-        torch.testing.assert_close(row, left / 10 * hints)
+    for left, hints in zip(range(10, 0, -1), data["hints"], strict=True):
+        parts = tasks.probs, tasks.probs.amax(1, keepdim=True), torch.full((16, 1), left / 10)
+        torch.testing.assert_close(hints, torch.cat(parts, 1))
     for agent, sees in ((privileged, True), (small_agent()[1], False)):
         results = [agent(data["inputs"], data["hints"] + more, data["actions"]) for more in (0, 1)]
         assert torch.equal(results[0][0], results[1][0])
@@ -319,11 +324,11 @@ def assert_orthogonal(weight, gain):
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_initial_weights_of_the_rnn(rnn, on):
     """Orthogonal gates; with chrono_init a bias of log(t), which forgets a share 1 / (1 + t) each step."""
-    flags = {"rnn": rnn, "episodes_per_trial": 50, "rnn_hidden": 200, "input_gain": 3.0, "chrono_init": on}
+    flags = {"rnn": rnn, "episodes_per_trial": 50, "rnn_hidden": 200, "chrono_init": on}
     layer = small_agent(**flags)[1].actor_rnn
-    for weight, gain in ((layer.weight_ih_l0, 3.0), (layer.weight_hh_l0, 1.0)):
+    for weight in (layer.weight_ih_l0, layer.weight_hh_l0):
         for gate in weight.split(200):
-            assert_orthogonal(gate, gain)
+            assert_orthogonal(gate, 1.0)
     inward, keep, *others = layer.bias_ih_l0.split(200)  # GRU: r, z, n; LSTM: i, f, g, o
     assert not torch.cat(others).any() and not layer.bias_hh_l0.any()
     assert torch.equal(inward, -keep if rnn == "lstm" else torch.zeros(200))
@@ -466,11 +471,10 @@ def test_observations_are_normalized_by_all_earlier_rollouts(tmp_path, monkeypat
 
 def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path, monkeypatch):
     """Only the two meta-tests at the end share theirs."""
-    probs, observe = [], rl2.Bandit.observe
-    monkeypatch.setattr(rl2.Bandit, "observe", lambda self: probs.append(self.probs) or observe(self))
+    tasks, reset = [], rl2.Bandit.reset
+    monkeypatch.setattr(rl2.Bandit, "reset", lambda self: (reset(self), tasks.append(self.probs))[0])
     rl2.train(rl2.Args(**SMALL | {"test_trials": 160, "test_every": 1, "total_timesteps": 480,
                                   "checkpoint_every": 1, "run_dir": str(tmp_path / "run")}))
-    tasks = list(dict.fromkeys(probs))  # observed in each step
     assert [len(x) for x in tasks] == 3 * [16, 16] + [160, 160] and torch.equal(*tasks[-2:])
     assert len(torch.cat(tasks[:-1]).unique()) == 5 * (6 * 16 + 160)
 
