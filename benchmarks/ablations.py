@@ -11,7 +11,7 @@ interrupted are resumed. Effects are differences of means between a setting and 
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Literal
@@ -30,7 +30,6 @@ class Study:
     value: str  # column that is compared
     tasks: dict  # {env_id: flags}
     settings: dict  # {exp_name: flags}; the others are compared with the first
-    only: dict = field(default_factory=dict)  # {exp_name: the only env_id that has this setting}
 
 MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
 STUDIES = {
@@ -98,20 +97,18 @@ STUDIES = {
         "bootstrap at time limits": "--truncation-bootstrap",
     }),
     "additions": Study("rl2_meta.py --total-timesteps 6000000", "eval_mean",
-                       {"Bandit": "--preset hundred",
-                        "TabularMDP": "--gamma 1 --input-gain 4 --anneal-ent"}, {
+                       {"Bandit": "--preset hundred", "TabularMDP": "--gamma 1 --anneal-ent"}, {
         "all": "",
         "no table of cells": "--no-tabular",
         "critic without the task": "--no-privileged-critic",
         "drawn rewards": "--no-learn-regret",
         "memories of PyTorch's length": "--no-chrono-init",
-        "input gain 1": "--input-gain 1",
         "constant entropy bonus": "--no-anneal-ent",
         "no entropy bonus": "--ent-coef 0",
         "discount 0.99": "--gamma 0.99",
         "lambda 0.3": "--gae-lambda 0.3",
         "separate networks": "--no-share-network",
-    }, {"no table of cells": "TabularMDP"}),
+    }),
 }
 
 @dataclass
@@ -219,7 +216,7 @@ def main():
 
     if args.runs:
         todo = [(env_id, setting, seed) for seed in args.seeds for setting in args.settings or study.settings
-                for env_id in args.env_ids or study.tasks if study.only.get(setting, env_id) == env_id]
+                for env_id in args.env_ids or study.tasks]
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)

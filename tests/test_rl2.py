@@ -204,7 +204,7 @@ def test_discount_where_episodes_end_early(length, gamma, tmp_path, monkeypatch)
     rl2.train(rl2.Args(**SMALL | flags))
     assert set(gammas) == {gamma}
 
-@pytest.mark.parametrize("flags", [{}, MDP | {"learn_regret": True}, VELOCITY])
+@pytest.mark.parametrize("flags", [{}, {"tabular": False}, MDP | {"learn_regret": True}, VELOCITY])
 def test_inputs_are_the_observation_and_the_step_before(flags):
     """Action, reward as it was drawn, end of an episode; before a trial 0, 0, 1. And nothing else."""
     tasks, agent, _ = small_agent(**flags)
