@@ -14,7 +14,7 @@ A trial is n episodes in one unknown task. The RNN state is zero when a trial be
 across its episodes: it holds all that the agent learns of the task, as the weights do not change.
 PPO maximizes the return of whole trials.
 
-Not the paper's, and off in `--preset published`: inputs that bind rewards to actions, regrets as
+Not the paper's, and off in `--preset published`: rewards by arm or cell as input, regrets as
 rewards, critic that sees the task, long memories of the RNN, entropy bonus, discount 1.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
@@ -98,7 +98,7 @@ class Args:
     norm_value: bool = True  # the critic learns returns over their running std
     learn_regret: bool = True  # maximize A*(s, a), an action's negative regret; the agent still sees rewards
     privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
-    tabular: bool = True  # inputs bind rewards to actions; TabularMDP: a policy row per state
+    tabular: bool = True  # reward by arm or cell as input; TabularMDP: a policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
