@@ -12,14 +12,14 @@
 
 Shapes: N environments, T steps of a rollout; B sequences of W = L + K + 1 rows: L roots,
 K unrolled steps, 1 to bootstrap from; C rows of the replay; O observation, A actions, H latent
-state, S support atoms. pi_prior, v_hat, q_hat, r_hat are those of the target network.
-Tags: (7) to (14) are equations of the paper; (2), (4.3) to (4.5), (5) and (F.1) are sections.
+state, S support atoms. v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed
+(F.2). Tags: (7) to (14) are equations of the paper, sections 2 and 5, (4.3) to (4.5), (F.1), (F.2) not.
 
-Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03
-[0.1], batch 16 x 16 [96 x 30], replay 1e5 [6e6], 51 atoms from value_min to value_max [601 from
-h = -300 to 300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM],
-residual model [LSTM], LayerNorm on latent states, root and model share heads; newest steps are
-drawn while new [once]; losses are means over unmasked steps; no beta-LOO baseline for clipped ratios.
+Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03 [0.1], batch
+16 x 16 [96 x 30], replay 1e5 steps [6e6 frames], 51 atoms from value_min to value_max [601 from h = -300 to
+300], exact KL and E[q] [16 samples]; MLP or one convolution [IMPALA's network and LSTM], residual model
+[LSTM], LayerNorm on latent states, root and model share heads; the newest steps in each update [once]; the
+mixed pi_prior in Retrace, too; losses are means over unmasked steps; no beta-LOO baseline for clipped ratios.
 """
 
 import importlib
@@ -66,7 +66,7 @@ class Args:
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
     env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
     total_timesteps: int = 50_000  # steps over all environments
-    num_envs: int = 8  # environments
+    num_envs: int = 8  # environments stepped together
     train_frequency: int = 2  # T, steps per environment between two updates
     eval_frequency: int = 2_500  # steps between greedy evaluations while training; 0: none
     stop_return: float | None = None  # solved at it in two evaluations; default: Gymnasium's threshold
@@ -82,7 +82,7 @@ class Args:
     seq_len: int = 16  # L, roots of a sequence: the model unrolls from each
     unroll_steps: int = 5  # K, steps of the model's unroll (4.4)
     batch_size: int = 16  # B, sequences per update
-    replay_share: float = 0.75  # of a batch from the whole replay; rest: newest steps (5)
+    replay_share: float = 0.75  # of a batch from the whole replay; rest: newest steps (section 5)
     buffer_size: int = 100_000  # steps in the replay over all environments
     learning_starts: int = 500  # steps before the first update
     retrace: bool = True  # Retrace returns (4.4); off: uncorrected n-step returns
@@ -98,8 +98,8 @@ class Args:
     detach_ratio: bool = True  # off: no gradient where the ratio exceeds 1
     norm_adv: bool = True  # divide advantages by the root of their second moment (4.5)
     norm_adv_decay: float = 0.99  # decay of that running moment per update
-    prior_behavior: float = 0.03  # share of the behavior policy in pi_prior
-    prior_uniform: float = 0.003  # share of the uniform policy, in acting too
+    prior_behavior: float = 0.03  # share of the behavior policy in pi_prior (F.2)
+    prior_uniform: float = 0.003  # share of the uniform policy, in acting too (F.2)
     encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: for small images, channels first or last
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
@@ -235,8 +235,10 @@ class Network(nn.Module):
     def __init__(self, obs_shape, num_actions, args):
         super().__init__()
         H, F = args.hidden_size, args.head_size
-        self.obs_ndim, self.channels_last = len(obs_shape), obs_shape[-1] <= obs_shape[0]
+        self.obs_ndim, self.channels_last = len(obs_shape), False
         if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
+            one, two, three = obs_shape  # a square has two equal sides; else the fewest are channels
+            self.channels_last = one == two or (two != three and three <= one)
             channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
             first = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten(),
                      nn.Linear(16 * (height - 2) * (width - 2), H)]
@@ -256,7 +258,7 @@ class Network(nn.Module):
     def represent(self, obs):
         """Latent states of observations (..., O), or of images with channels first or last."""
         x = obs.float().flatten(0, -1 - self.obs_ndim)
-        x = x.movedim(-1, 1).contiguous() if self.channels_last else x  # no change to vectors
+        x = x.movedim(-1, 1).contiguous() if self.channels_last else x
         return self.norm(self.representation(x)).unflatten(0, obs.shape[: -self.obs_ndim])
 
     def step(self, state, action):
@@ -345,7 +347,7 @@ def make_targets(agent, batch):
     ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1).clamp(max=1)
     traces = (args.retrace_lambda * ratio if args.retrace else 1.0) * (1 - batch["last"])
     q_taken = q_hat.gather(-1, action).squeeze(-1) if args.retrace else expected_q  # off: it cancels
-    discounts = args.gamma * (1 - batch["terminal"])  # absorbing states without rewards (2)
+    discounts = args.gamma * (1 - batch["terminal"])  # absorbing states without rewards (section 2)
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
     # Advantages over the root of their second moment: the mean stays (4.5)
     advantages, scale = returns - v_hat[:-1], 1.0
@@ -584,8 +586,6 @@ def make_agent(envs, args, device, checkpoint):
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
-        if not torch.cat([opt["params"], opt["target"]]).isfinite().all():
-            raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.online.parameters())
     nn.utils.vector_to_parameters(opt["target"], agent.target.parameters())
     return agent, opt
@@ -693,7 +693,7 @@ def main():
     except FloatingPointError as error:
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, ImportError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
 
 if __name__ == "__main__":

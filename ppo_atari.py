@@ -11,7 +11,7 @@
 
 Shapes: T steps, N games, images of height H, width W and C channels (stacked frames), A actions;
 L steps per sequence (1 without an RNN), S = T * N / L sequences, M per minibatch, F features;
-RNN state (K, S, R): K = 1 GRU, 2 LSTM, 0 none.
+RNN state (K, S, R) of width R: K = 1 GRU, 2 LSTM, 0 none.
 Tags: [D1] to [D37] are Huang et al. 2022, "The 37 Implementation Details of PPO", [X1] to [X4]
 its auxiliary ones: clip annealing, data parallelism, early stopping, action masks.
 """
@@ -74,7 +74,7 @@ class Args:
     screen_size: int = 84  # height and width of the images in pixels [D18]
     grayscale: bool = True  # one channel per frame; off: three [D18]
     sign_rewards: bool = True  # learn from the sign of rewards; evaluation takes the score [D19]
-    frame_stack: int = 4  # frames that the network sees at once [D20]
+    frame_stack: int = 4  # frames that the network sees; black ones before a game's first [D20]
     sticky_actions: float | None = None  # chance to repeat an action; default: that of env_id
     full_actions: bool = False  # all 18 actions; off: those that the game uses
     max_frames: int = 108_000  # time limit of a game; 108,000 is half an hour
@@ -107,8 +107,8 @@ class Args:
     rnn_seq_len: int = 0  # of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
 
     # Speed
-    device: str = "auto"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
-    compile: bool = True  # compile acting and learning: faster, starts a minute later
+    device: str = "auto"  # auto (a GPU if there is one), cpu, cuda, cuda:1, mps
+    compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the CNN; auto: bf16 where fast
     torch_threads: int = torch.get_num_threads()  # per process; small networks get slower with more
     env_threads: int = 0  # of the emulator, per process; 0: one per core
@@ -141,7 +141,7 @@ class Args:
             raise UsageError("an RNN needs share_network")
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
+            raise UsageError(f"{M} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -150,7 +150,7 @@ RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_en
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
 PRESETS = {
     "none": {},
-    "historical": {"truncation_bootstrap": False, "precision": "fp32"},  # CleanRL, openai/baselines
+    "historical": {"truncation_bootstrap": False, "precision": "fp32"},  # of CleanRL, openai/baselines
     "lstm": {"rnn": "lstm", "frame_stack": 1, "truncation_bootstrap": False, "precision": "fp32"},
 }
 
@@ -335,7 +335,7 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
-GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # to be kept
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # the compiler's
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
@@ -392,11 +392,11 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
 
 @torch.no_grad()
 def rollout(envs, agent, act, env_state, noise_scale=1.0):
-    """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
+    """Play T steps, by the likeliest actions if noise_scale is 0; advances `env_state`.
     Returns data (T, N, ...), and (environment, score, length) of finished games."""
     args, T, N = agent.args, agent.args.num_steps, envs.num_envs
     noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)
-    noise = -noise.exponential_().log() * noise_scale  # Gumbel; drawn at once, which is fast
+    noise = -noise.exponential_().log() * noise_scale  # Gumbel; all at once is faster
     steps, episodes = [], []
     rewards, dones, final_values = torch.zeros(3, T, N)
     for t in range(T):
@@ -406,9 +406,9 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
-        done = terminated | truncated  # terminated: also a lost life, not the last [D16]
+        done = terminated | truncated  # terminated: game over, or a lost life [D16]
         for n in np.flatnonzero(truncated & ~terminated & args.truncation_bootstrap):
-            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE leaves out the last frame
+            final_obs = to_images(infos["final_obs"][[n]], agent.device)  # ALE drops the last frame
             final_values[t, n] = agent.get_value(final_obs, next_state[:, [n]], 0 * starts[:, [n]])
         # Games restart in the same step: a new one has another first frame.
         first_frame = infos["frame_number"] - infos["episode_frame_number"]
@@ -436,11 +436,6 @@ def train(args, checkpoint=None):
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     act, step = agent, train_step
-    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
-        print("compiling: the first iteration takes up to a minute")
-        options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
-        act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
     progress |= checkpoint["progress"] if checkpoint else {}
@@ -449,6 +444,11 @@ def train(args, checkpoint=None):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most games.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 10_000 // args.num_steps)
+    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
+        print("compiling: the first iteration takes up to a minute")
+        options = {"cpp_wrapper": device.type == "cpu",
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
+        act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     where = f"{device}, {args.precision}, sticky actions {args.sticky}"
     log = RunLog(args, where, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
@@ -474,8 +474,11 @@ def train(args, checkpoint=None):
                 advantages = compute_gae(data["rewards"], values, last_value, data["final_values"],
                                          data["dones"], args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
+                if epoch == 0:
+                    unexplained = advantages.var() / (returns.var() + 1e-8)
                 if args.norm_value and epoch == 0:
                     agent.value_rms.update(returns.flatten())
+                    data = data | {"values": values * agent.value_rms.std().float() / agent.value_std}  # [D9]
                     agent.value_std.copy_(agent.value_rms.std())
                 batch = data | {"advantages": advantages, "returns": returns}
                 batch = {name: batch[name].unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2)
@@ -495,7 +498,6 @@ def train(args, checkpoint=None):
                     "seconds": progress["seconds"] + seconds,
                     "episodes": (progress["episodes"] + episodes)[-100:]}
         losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
-        unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, losses.tolist(), strict=True))}
         for name, x in means.items():
@@ -561,8 +563,6 @@ def make_agent(envs, args, device, checkpoint):
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
-        if not opt["params"].isfinite().all():
-            raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
     return agent, opt
 
@@ -576,8 +576,8 @@ def load_checkpoint(run_dir):
 
 def read_live(args, log, global_step):
     """The flags as live.json changes them, which becomes live-{global_step}.json (read again on resume)."""
-    names = ("live.json", f"live-{global_step}.json")
-    paths, shared = [log.run_dir / name for name in names if log], [args]
+    shared = [args]
+    paths = [log.run_dir / name for name in ("live.json", f"live-{global_step}.json") if log]
     if path := next(filter(Path.exists, paths), None):
         try:
             changes = json.loads(path.replace(paths[1]).read_text())
@@ -585,7 +585,7 @@ def read_live(args, log, global_step):
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
             shared, changes = [args], error
-        tqdm.write(f"step {global_step}: live.json {changes}; it can change {LIVE_FLAGS}")
+        tqdm.write(f"step {global_step}: {path.name} {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(shared)
     return shared[0]

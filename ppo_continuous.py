@@ -10,7 +10,7 @@
     python ppo_continuous.py --evaluate runs/RUN --capture-video
 
 Shapes: T steps, N environments, O observation, F features, A action components; L steps per sequence
-(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H): K = 1 GRU, 2 LSTM, 0 none.
+(1 without an RNN), S = T * N / L sequences, M per minibatch; RNN state (K, S, H), K = 1 GRU, 2 LSTM, 0 none.
 Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
@@ -107,7 +107,7 @@ class Args:
 
     # Speed
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1, mps
-    compile: bool = True  # compile acting and learning: faster, starts a minute later
+    compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
     torch_threads: int = 1  # per process; small networks get slower with more
 
     # Logging
@@ -131,7 +131,7 @@ class Args:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"rnn_seq_len must divide num_steps, num_minibatches {S} sequences (2+ steps)")
+            raise UsageError(f"{M} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
@@ -154,7 +154,7 @@ class VectorEnv(SyncVectorEnv):
     """Copies what is used of infos: the rest costs MuJoCo 5 to 10 % of a step."""
 
     def _add_info(self, infos, info, i):
-        kept = {name: np.hstack(info[name]) for name in ("action_mask", "final_obs") if name in info}
+        kept = {x: np.hstack(info[x]) for x in ("action_mask", "final_obs") if info.get(x) is not None}
         return super()._add_info(infos, kept, i)
 
 def make_envs(args, num_envs, video_dir=None):
@@ -196,6 +196,8 @@ def get_mask(infos, envs, agent):
     """Allowed choices (1, N, sum of choices): all where there is no mask [X4]."""
     mask = torch.ones(1, envs.num_envs, sum(agent.num_choices), dtype=torch.bool)
     for i in np.flatnonzero(agent.num_choices and agent.args.mask_actions and infos.get("_action_mask", 0)):
+        if infos["action_mask"][i].shape != mask.shape[2:]:
+            raise UsageError(f"action_mask needs {mask.shape[2]} entries: one per choice, two per bit")
         mask[0, i] = torch.from_numpy(infos["action_mask"][i].astype(bool))
     return mask.to(agent.device)
 
@@ -365,7 +367,7 @@ def compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lam
     return torch.stack(advantages[::-1])
 
 BATCH = ("obs", "actions", "logprobs", "values", "starts", "mask", "advantages", "returns")
-GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # to be kept
+GUARDS = ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH", "SEQUENCE_LENGTH", "TENSOR_MATCH")  # the compiler's
 LOSSES = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac", "grad_norm")
 
 def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
@@ -422,7 +424,7 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
 
 @torch.no_grad()
 def rollout(envs, agent, act, env_state, noise_scale=1.0):
-    """Play T steps, by the likeliest actions if noise_scale is 0; moves `env_state` on.
+    """Play T steps, by the likeliest actions if noise_scale is 0; advances `env_state`.
     Returns data (T, N, ...), what to bootstrap from, time limits (t, n), episodes (n, return, length)."""
     args, T, N = agent.args, agent.args.num_steps, envs.num_envs
     noise = torch.empty(T, 1, N, agent.num_outputs, device=agent.device)  # Gumbel or normal
@@ -468,11 +470,6 @@ def train(args, checkpoint=None):
     if args.evaluate is not None:
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     act, step = agent.act, train_step
-    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
-        print("compiling: the first iteration takes up to a minute")
-        options = {"cpp_wrapper": device.type == "cpu",
-                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
-        act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     batch_size, L = args.num_envs * args.num_steps * WORLD_SIZE, args.seq_len
     progress = {"iteration": 0, "global_step": 0, "seconds": 0.0, "episodes": []}
     progress |= checkpoint["progress"] if checkpoint else {}
@@ -481,6 +478,11 @@ def train(args, checkpoint=None):
         raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
     limit = max(1_000, envs.unwrapped.envs[0].spec.max_episode_steps or 0)  # a checkpoint cuts episodes
     save_every = args.checkpoint_every or max(num_iterations // 20, -(-limit // args.num_steps))
+    if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
+        print("compiling: the first iteration takes up to a minute")
+        options = {"cpp_wrapper": device.type == "cpu",
+                   "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
+        act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     if args.norm_obs and not checkpoint:  # first statistics; global_step leaves these steps out
@@ -512,8 +514,11 @@ def train(args, checkpoint=None):
                 advantages = compute_gae(data["rewards"], values, last_values[:, : args.num_envs],
                                          final_values, data["dones"], args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
+                if epoch == 0:
+                    unexplained = advantages.var() / (returns.var() + 1e-8)
                 if args.norm_value and epoch == 0:
                     agent.value_rms.update(returns.flatten())
+                    data = data | {"values": values * agent.value_rms.std().float() / agent.value_std}  # [D9]
                     agent.value_std.copy_(agent.value_rms.std())
                 batch = data | {"advantages": advantages, "returns": returns}
                 batch = {name: batch[name].unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2)
@@ -534,7 +539,6 @@ def train(args, checkpoint=None):
                     "seconds": progress["seconds"] + seconds,
                     "episodes": (progress["episodes"] + episodes)[-100:]}
         losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
-        unexplained = (returns - data["values"]).var() / (returns.var() + 1e-8)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, losses.tolist(), strict=True))}
         for name, x in {"observations": data["raw_obs"], "rewards": data["rewards"], **means}.items():
@@ -555,17 +559,15 @@ def evaluate(agent, run_dir, global_step):
     agent.eval()  # freezes the statistics of rewards
     args, N, summary = agent.args, agent.args.eval_episodes, {}
     for name, kind, noise in (("eval", "deterministic", 0), ("eval_sampled", "sampled", 1)):
-        print(f"{args.env_id} after {global_step:,} steps: {N} episodes, {kind} actions")
         envs = make_envs(args, N, None if noise else run_dir / "videos")
         env_state, returns = reset_envs(envs, agent, args.seed, 2**31), {}  # 2**31 is no rank
-        limit = envs.unwrapped.envs[0].spec.max_episode_steps or 27_000
+        limit = envs.unwrapped.envs[0].spec.max_episode_steps or 2**15
+        print(f"{args.env_id} after {global_step:,} steps: {N} episodes up to {limit} steps, {kind} actions")
         for _ in tqdm(range(0, limit, args.num_steps), leave=False, disable=None):
             for n, episodic_return, _ in rollout(envs, agent, agent.act, env_state, noise)[-1]:
                 returns.setdefault(n, episodic_return)  # of the first episode
             if len(returns) == N:
                 break
-        else:
-            print(f"  {N - len(returns)} have no end: cut after {limit} steps")
         envs.close()
         x = np.array([returns.get(n, envs.episode_returns[n]) for n in range(N)])
         summary |= {"eval_episodes": N, f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
@@ -584,8 +586,6 @@ def make_agent(envs, args, device, checkpoint):
             opt = {name: opt[name].copy_(x) for name, x in checkpoint["opt"].items()}
         except RuntimeError as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
-        if not opt["params"].isfinite().all():
-            raise UsageError("the checkpoint's weights are not finite")
     nn.utils.vector_to_parameters(opt["params"], agent.parameters())
     return agent, opt
 
@@ -599,8 +599,8 @@ def load_checkpoint(run_dir):
 
 def read_live(args, log, global_step):
     """The flags as live.json changes them, which becomes live-{global_step}.json (read again on resume)."""
-    names = ("live.json", f"live-{global_step}.json")
-    paths, shared = [log.run_dir / name for name in names if log], [args]
+    shared = [args]
+    paths = [log.run_dir / name for name in ("live.json", f"live-{global_step}.json") if log]
     if path := next(filter(Path.exists, paths), None):
         try:
             changes = json.loads(path.replace(paths[1]).read_text())
@@ -608,7 +608,7 @@ def read_live(args, log, global_step):
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
             shared, changes = [args], error
-        tqdm.write(f"step {global_step}: live.json {changes}; it can change {LIVE_FLAGS}")
+        tqdm.write(f"step {global_step}: {path.name} {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(shared)
     return shared[0]

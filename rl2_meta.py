@@ -8,14 +8,15 @@
     python rl2_meta.py --env-id Bandit --num-arms 10    train, then meta-test
     python rl2_meta.py --resume runs/RUN                resume a killed run exactly
     python rl2_meta.py --evaluate runs/RUN              repeat the meta-test
-    python rl2_meta.py --env-id TabularMDP --preset published
+    python rl2_meta.py --env-id TabularMDP --preset published    close to the paper
 
 A trial is n episodes in one unknown task. The RNN state is zero when a trial begins and is kept
 across its episodes: it holds all that the agent learns of the task, as the weights do not change.
 PPO maximizes the return of whole trials.
 
-Not the paper's, and off in `--preset published`: rewards by arm or cell as input, regrets as
-rewards, critic that sees the task, long memories of the RNN, entropy bonus, discount 1.
+Not the paper's, and off in `--preset published`: rewards by arm or cell as input, a policy row per
+state of an MDP, regrets as rewards, critic that sees the task, network that both share, long memories
+of the RNN, entropy bonus, discount 1. The paper says TRPO; its authors' code is a clipped PPO, too.
 
 Shapes: T steps of a trial, N trials, n episodes, O observation, A actions, D = O + A + 2 inputs
 (observation, previous action, reward and done), M trials in a minibatch, H hint for the critic.
@@ -82,15 +83,14 @@ class Args:
     anneal_lr: bool = True  # linearly to 0 [D4]
     adam_eps: float = 1e-5  # Adam's epsilon; PyTorch's default is 1e-8 [D3]
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
-    gamma: float | None = 1.0  # discount factor
-    gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
-    recompute_adv: bool = False  # advantages anew every epoch (Andrychowicz et al. 2021)
-    num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
+    gamma: float | None = 1.0  # discount factor; None: 0.95, or 1 once an episode ended early
+    gae_lambda: float = 0.95  # 0: one-step TD errors, 1: returns of whole trials (no GAE) [D5]
+    num_minibatches: int = 4  # per epoch, of whole trials [D6, D35]
     update_epochs: int = 1  # maximum epochs per rollout [D6]
     norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     clip_vloss: bool = False  # clip the change of the value to clip_coef * value_std [D9]
-    ent_coef: float = 0.05  # entropy bonus; 0.01 helps discrete actions [D10]
+    ent_coef: float = 0.05  # entropy bonus [D10]
     anneal_ent: bool = True  # anneal ent_coef linearly to 0
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
@@ -102,7 +102,7 @@ class Args:
     share_network: bool = True  # one network for actor and critic, or one each [D13]
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
-    chrono_init: bool = True  # units that remember for 1 to T steps (Tallec and Ollivier 2018)
+    chrono_init: bool = True  # units that remember for 2 to T steps (Tallec and Ollivier 2018)
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     learn_std: bool = True  # learn the std, one for all states [D24]
 
@@ -130,8 +130,9 @@ class Args:
             low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
             if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-        if self.num_trials % (M := self.num_minibatches) or self.num_trials * self.trial_length == M:
-            raise UsageError(f"num_minibatches must divide {self.num_trials} trials (2+ steps)")
+        M = self.num_minibatches
+        if self.num_trials % M or self.num_trials * self.trial_length == M:
+            raise UsageError(f"num_minibatches = {M} must divide {self.num_trials} trials (2+ steps)")
         if (self.env_id in FAMILIES) == (self.task_sampler is not None):
             raise UsageError(f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
                              f"{', '.join(FAMILIES)}, or a Gymnasium id and a task_sampler")
@@ -154,7 +155,8 @@ PRESETS = {
     "HalfCheetahVel": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "AntDir": SIMULATOR | {"total_timesteps": 4_000_000, "num_trials": 16},
     "simulator": SIMULATOR | {"total_timesteps": 1_000_000, "gamma": None},  # 0.95; 1 if episodes end early
-    # Duan et al. 2016 but for its ReLU GRU, KL line search, Monte Carlo targets; 25,000 trials of 10 pulls.
+    # Duan et al. 2016, but without its ReLU GRU with normalized weights, KL line search and Monte Carlo
+    # targets. For ten pulls it has --num-trials 25000 --num-minibatches 200.
     "published": {"rnn_hidden": 256, "gamma": 0.99, "gae_lambda": 0.3, "learning_rate": 1e-3,
                   "anneal_lr": False, "adam_eps": 1e-8, "num_trials": 2500, "num_minibatches": 20,
                   "update_epochs": 5, "target_kl": 0.01, "clip_coef": 0.1, "ent_coef": 0.0,
@@ -453,7 +455,7 @@ class Agent(nn.Module):
     def get_value(self, inputs, hints, features=None):
         """Values (T, N) in units of returns; `features`: the critic RNN's, if known."""
         features = self.critic_rnn(inputs)[0] if features is None else features
-        if self.args.privileged_critic:
+        if self.args.privileged_critic:  # no bias: a baseline may depend on all but the action
             features = torch.cat([features, hints], -1)
         return self.critic(features).squeeze(-1) * self.value_std
 
@@ -533,8 +535,8 @@ def play(tasks, agent, greedy=False):
     obs, hint = tasks.reset()
     action = torch.zeros(N, agent.num_actions, device=device)
     action = action[:, 0].long() if agent.discrete else action
-    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)  # of no step yet
-    rnn_state = None
+    reward, done = torch.zeros(N, device=device), torch.ones(N, device=device)  # before a step
+    rnn_state = None  # zeros [D33]; never reset between episodes, unlike [D34]: this is RL^2
     for t in range(T):
         inputs = agent.encode(obs, action, reward, done)
         time_left = hint.new_full((N, 1), (T - t) / T)
@@ -557,7 +559,8 @@ def rollout(tasks, agent):
     args, steps = agent.args, list(play(tasks, agent))
     data = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
     returns, data["counted"] = episode_returns(data["rewards"], data["dones"], args.episodes_per_trial)
-    # On average A* sums to the return minus a constant of the task, with less noise.
+    # A* = Q* - V* of a player who knows the task: undiscounted, and on average, it sums to the return
+    # minus a constant of the task, with less noise. Where no A* is known, it is the reward.
     rewards = data["optimal_advantages"] if args.learn_regret else data["rewards"]
     data["rewards"] = rewards * data["counted"]
     data["values"] = agent.get_value(data["inputs"], data["hints"])  # cheaper than step by step
@@ -573,11 +576,12 @@ def train(args, checkpoint=None):
         return evaluate(agent, Path(args.evaluate), checkpoint["progress"]["global_step"])
     batch_size = args.num_trials * args.trial_length * WORLD_SIZE
     progress = {"iteration": 0, "global_step": batch_size * args.norm_obs, "seconds": 0.0,
-                "episodes": [], "tests": [], "ends_early": False}  # norm_obs: a rollout for statistics
+                "episodes": [], "test_return": np.nan, "ends_early": False}  # norm_obs: statistics first
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
-    if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
+    longer = checkpoint and args.episodes_per_trial > checkpoint["args"]["episodes_per_trial"]
+    if num_iterations < progress["iteration"] + (longer or not checkpoint):
+        raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size} steps")
     save_every = args.checkpoint_every or max(1, num_iterations // 20)
     log = RunLog(args, device, progress["global_step"] if checkpoint else 0) if RANK == 0 else None
     seed_tasks(tasks, args.seed, RANK, progress["iteration"])
@@ -592,22 +596,25 @@ def train(args, checkpoint=None):
 
         # Rollout
         data, episodes = rollout(tasks, agent)
-        if args.gamma is None:  # discounted, ending early would cost little
+        if args.gamma is None:  # discounted, a fall costs little: the next episode earns the same
             progress["ends_early"] |= mean_over_ranks(data["counted"].float().mean()).item() < 1
         gamma = (1.0 if progress["ends_early"] else 0.95) if args.gamma is None else args.gamma
 
-        # Advantages and updates
+        # Advantages
+        counted = data["counted"]
+        values = data["values"] * counted  # 0 after the trial's last episode
+        advantages = gae_over_trial(data["rewards"], values, gamma, args.gae_lambda)
+        returns = advantages + values  # TD(lambda) [D5]
+        unexplained = advantages[counted].var() / (returns[counted].var() + 1e-8)
+        if args.norm_value:
+            agent.value_rms.update(returns.flatten())
+            data = data | {"values": values * agent.value_rms.std().float() / agent.value_std}  # for [D9]
+            agent.value_std.copy_(agent.value_rms.std())
+        batch = data | {"advantages": advantages, "returns": returns}
+
+        # Updates
         losses = torch.zeros(len(LOSSES), device=device)
-        for epoch in range(args.update_epochs):
-            if epoch == 0 or args.recompute_adv:
-                values = data["values"] if epoch == 0 else agent.get_value(data["inputs"], data["hints"])
-                values = values * data["counted"]  # 0 after the trial's last episode
-                advantages = gae_over_trial(data["rewards"], values, gamma, args.gae_lambda)
-                returns = advantages + values  # TD(lambda) [D5]
-                if args.norm_value and epoch == 0:
-                    agent.value_rms.update(returns.flatten())
-                    agent.value_std.copy_(agent.value_rms.std())
-                batch = data | {"advantages": advantages, "returns": returns}
+        for epoch in range(args.update_epochs):  # noqa: B007
             before = losses.clone()
             for index in torch.randperm(args.num_trials, device=device).chunk(args.num_minibatches):  # [D6]
                 train_step(agent, opt, batch, index, ent_coef, losses)
@@ -623,14 +630,13 @@ def train(args, checkpoint=None):
             if log:  # rank 0 plays for all, sampled actions: greedy ones may not explore
                 tested, _ = meta_test(agent, args.test_trials // 10 or 1, False, iteration)
                 test_return += tested.sum(0).mean() * WORLD_SIZE
-            progress["tests"] = [*progress["tests"], mean_over_ranks(test_return).item()]
+            progress["test_return"] = mean_over_ranks(test_return).item()
         seconds = time.perf_counter() - last_time
         last_time += seconds
-        trial = 0, episodes.sum(0).mean().item(), args.trial_length  # logged as one episode
+        length = counted.sum(0).float().mean().item()
+        trial = 0, episodes.sum(0).mean().item(), length  # logged like an episode
         progress |= {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                      "seconds": progress["seconds"] + seconds, "episodes": [trial]}
-        value_error = returns - data["values"]
-        unexplained = value_error[data["counted"]].var() / (returns[data["counted"]].var() + 1e-8)
         losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
                  **dict(zip(LOSSES, losses.tolist(), strict=True))}
@@ -640,7 +646,7 @@ def train(args, checkpoint=None):
         if log:
             log.write(progress, {"learning_rate": learning_rate, "SPS": batch_size / seconds,
                                  "last_episode_return": episodes[-1].mean().item(),
-                                 "test_return": [np.nan, *progress["tests"]][-1]}, means)
+                                 "test_return": progress["test_return"]}, means)
         if iteration % save_every == 0 or iteration == num_iterations:
             if log:
                 log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt.state_dict())
@@ -673,8 +679,8 @@ def load_sampler(args, env):
     return sampler
 
 def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
-    """Play in freshly drawn tasks with frozen statistics and own seeds. Returns episode returns
-    (n, num_trials) and, where the goal is a velocity, the errors of the last episode's steps."""
+    """Play in new tasks (or both directions) with frozen statistics and own seeds. Returns episode
+    returns (n, num_trials) and, where the goal is a velocity, the errors of the last episode's steps."""
     args, returns, errors = agent.args, [], []
     tasks_at_once = 200 if FAMILIES.get(args.env_id, Simulator) is Simulator else 10_000
     with torch.random.fork_rng(devices=[agent.device] if agent.device.type == "cuda" else []):
@@ -690,7 +696,7 @@ def meta_test(agent, num_trials, greedy, when=0, video_dir=None):
             errors.append(np.array(getattr(tasks, "errors", []))[-args.episode_length :])
     return np.concatenate(returns, 1), np.concatenate(errors, -1)
 
-# Trial returns of learners in their best setting (benchmarks/references.py).
+# Returns of a trial, of learners in their best setting (benchmarks/references.py); exact for ten pulls.
 REFERENCES = {
     ("Bandit", 10, 5): {"random": 5.0, "Thompson sampling": 5.833, "UCB1": 6.657, "Bayes optimum": 6.660},
     ("Bandit", 10, 10): {"random": 5.0, "Thompson sampling": 5.581, "UCB1": 6.711, "Bayes optimum": 6.714},
@@ -703,7 +709,7 @@ def evaluate(agent, run_dir, global_step):
     """Meta-test with greedy, then with sampled actions. Returns the numbers for summary.json."""
     args, n, num_trials, summary = agent.args, agent.args.episodes_per_trial, agent.args.test_trials, {}
     for greedy, name, prefix in ((True, "eval", "greedy_"), (False, "eval_sampled", "")):
-        kind = f"{num_trials} trials in new tasks, {'greedy' if greedy else 'sampled'} actions"
+        kind = f"{num_trials} trials, {'greedy' if greedy else 'sampled'} actions"
         print(f"{args.env_id} after {global_step:,} steps: {kind}", flush=True)
         returns, errors = meta_test(agent, num_trials, greedy, 0, run_dir / "videos" if greedy else None)
         rows = np.vstack([returns.sum(0), returns])  # the trial, then its episodes
@@ -737,8 +743,6 @@ def make_agent(tasks, args, device, checkpoint):
             opt.load_state_dict(checkpoint["opt"])
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"the checkpoint does not fit {args.env_id} with these flags") from error
-        if not all(p.isfinite().all() for p in agent.parameters()):
-            raise UsageError("the checkpoint's weights are not finite")
     return agent, opt
 
 def load_checkpoint(run_dir):
@@ -849,7 +853,7 @@ def main():
     except FloatingPointError as error:
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, ImportError, OSError) as error:
-        print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
+        print(f"error: {(str(error) or repr(error)).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ import torch
 from filelock import FileLock  # PyTorch needs it, too
 from gymnasium.spaces import Box, Discrete
 
+import muesli_cartpole as muesli
 import ppo_atari as atari
 import ppo_continuous as ppo
+import rl2_meta as rl2
 
 ROOT = Path(__file__).parents[1]
 # Runs of a second or two: four iterations (Muesli: forty), checkpoints in the middle and at the end.
@@ -47,6 +49,10 @@ SMALL = {
     ppo: BOTH | {"hidden": (16, 16)},
     atari: BOTH | {"screen_size": 36, "device": "cpu", "precision": "fp32", "torch_threads": 1,
                    "env_threads": 1},
+    muesli: {"num_envs": 4, "hidden_size": 32, "head_size": 16, "batch_size": 8, "seq_len": 8,
+             "unroll_steps": 3, "eval_frequency": 0, "learning_starts": 100, "eval_episodes": 5},
+    rl2: {"num_trials": 16, "num_minibatches": 4, "update_epochs": 2, "rnn_hidden": 16, "test_trials": 50,
+          "total_timesteps": 640, "learn_regret": False, "privileged_critic": False},
 }
 finished_ppo = pytest.mark.parametrize("finished", [PPO], indirect=True)
 both_scripts = pytest.mark.parametrize("script", [ppo, atari], ids=["continuous", "atari"])
@@ -72,7 +78,6 @@ def run_python(words, folder, status=0, timeout=300):
 @pytest.fixture(params=SCRIPTS)
 def finished(request, tmp_path_factory):
     """A finished run, in the folder "run", of a script that was copied alone into an empty folder.
-
     Whichever of pytest's processes needs it first starts it for all."""
     script, base = request.param, tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -93,9 +98,7 @@ def run_dir(finished, tmp_path):
 
 @pytest.fixture
 def main(tmp_path, monkeypatch, capsys):
-    """Function that calls a script's main in tmp_path, which must exit with that status.
-
-    Returns what it printed: stdout, stderr."""
+    """Function that calls a script's main in tmp_path, to that exit status. Returns stdout, stderr."""
     def call_main(script, flags, status=0):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
@@ -135,9 +138,9 @@ def flag_docs(module):
 
 # ---------------------------------------------------------------------- small agents of the two PPO scripts
 
-def small_args(env_id="unused", script=ppo, **flags):
+def small_args(env_id=None, script=ppo, **flags):
     """Flags of a run that takes a second."""
-    return script.Args(env_id=env_id, **SMALL[script] | flags)
+    return script.Args(env_id=env_id or script.Args.env_id, **SMALL[script] | flags)
 
 def small_agent(env_id, script=ppo, **flags):
     """Environments, agent, optimizer state and env_state of a new run, statistics not empty."""
@@ -165,10 +168,27 @@ def play(envs, agent, env_state, noise=1.0):
     script = sys.modules[type(agent).__module__]
     return script.rollout(envs, agent, getattr(agent, "act", agent), env_state, noise)
 
+def written_out_loss(agent, mb, logprob, entropy, value, clip_coef, ent_coef, vf_coef):
+    """PPO's loss in float64, and the numbers that are logged, but for the gradient norm."""
+    args, logratio, unit = agent.args, logprob.double() - mb["logprobs"], agent.value_std.item()
+    ratio, advantage, low, high = logratio.exp(), mb["advantages"].double(), 1 - clip_coef, 1 + clip_coef
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / advantage.std()
+    inside = torch.where(advantage > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    errors = [value - mb["returns"]]
+    if args.clip_vloss:
+        reach = clip_coef * unit
+        errors.append(value.clamp(mb["values"] - reach, mb["values"] + reach) - mb["returns"])
+    value_loss = 0.5 * (torch.stack(errors).double() / unit).square().amax(0)
+    outside = ((ratio > high) | (ratio < low)).double()
+    parts = -inside * advantage, value_loss, entropy.double(), -logratio, ratio - 1 - logratio, outside
+    means = [part.mean() for part in parts]
+    return means[0] - ent_coef * means[2] + vf_coef * means[1], means
+
 def weights(agent):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
-def trained(run_dir, env_id, script=ppo, **flags):
+def trained(run_dir, env_id=None, script=ppo, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""
     summary = script.train(small_args(env_id, script, run_dir=str(run_dir), **flags))
     checkpoint, args = script.load_checkpoint(run_dir)
@@ -177,33 +197,38 @@ def trained(run_dir, env_id, script=ppo, **flags):
     envs.close()
     return agent, summary
 
-def watched_run(run_dir, env_id, script=ppo, on_step=None, checkpoint=None, **flags):
+def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, checkpoint=None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
 
-    Returns the agent, the optimizer state, all rollouts (the uncounted first included) and the losses
-    after each step."""
-    seen = SimpleNamespace(rollouts=[], losses=[])
-    make_agent, rollout, train_step = script.make_agent, script.rollout, script.train_step
-
-    def watched_make_agent(*args):
-        seen.agent, seen.opt = make_agent(*args)
-        return seen.agent, seen.opt
+    Returns the agent, all rollouts (the uncounted first included) and the losses after each step."""
+    seen, rollout, train_step = SimpleNamespace(rollouts=[], losses=[]), script.rollout, script.train_step
 
     def watched_rollout(*args):
-        seen.env_state = args[3]
         seen.rollouts.append(rollout(*args))
         return seen.rollouts[-1]
 
     def watched_step(*args):
-        if on_step:
-            on_step(*args)
+        seen.agent = args[0]
+        on_step(*args)
         train_step(*args)
         seen.losses.append(args[-1].clone())
 
-    args = small_args(env_id, script, **{"run_dir": str(run_dir)} | flags)
-    with (patch.object(script, "make_agent", watched_make_agent),
-          patch.object(script, "rollout", watched_rollout),
-          patch.object(script, "train_step", watched_step),
+    with (patch.object(script, "rollout", watched_rollout), patch.object(script, "train_step", watched_step),
           patch.object(script, "evaluate", lambda *_: {"eval_mean": 0.0})):
-        script.train(args, checkpoint)
+        script.train(small_args(env_id, script, run_dir=str(run_dir), **flags), checkpoint)
     return seen
+
+@pytest.fixture
+def spy(monkeypatch):
+    """Function that gives a list which gets (arguments, result) of every later call of a function."""
+    def watch(owner, name):
+        calls, function = [], getattr(owner, name)
+
+        def call(*args):
+            calls.append((args, function(*args)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return watch

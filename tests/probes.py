@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence
 
 
 class Probe(gym.Env):
@@ -27,6 +27,9 @@ class Probe(gym.Env):
 
     def info(self):
         return {}
+
+    def render(self):
+        """Nothing."""
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -204,12 +207,15 @@ ENVIRONMENTS = {
     "Line-v0": (Line, {}),
     "Memory-v0": (Memory, {}),
     "Masked-v0": (Masked, {}),
+    "Levels-v0": (Target, {"action_space": Box(0, 9, (2,), int), "target": 0}),
     "MultiBinary-v0": (Target, {"action_space": MultiBinary(3), "target": [1, 0, 1]}),
     "MultiDiscrete-v0": (
         Target, {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]}),
     "ShownBooleans-v0": (Shown, {"observation_space": Box(0, 1, (2,), bool)}),
     "ShownDict-v0": (Shown, {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))}),
     "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
+    "ShownTiny-v0": (Shown, {"observation_space": Box(0, 1, (2, 2, 3))}),
+    "ShownWords-v0": (Shown, {"observation_space": Sequence(Box(0, 9, (2,), int))}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():
     if name not in gym.registry:

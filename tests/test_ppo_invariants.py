@@ -9,6 +9,7 @@ from torch.distributions import Normal
 
 import ppo_atari as atari
 import ppo_continuous as ppo
+import rl2_meta as rl2
 
 ENV_ID = {ppo: "CartPole-v1", atari: "Squares"}
 LIMITED = {ppo: {"env_id": "Line-v0"}, atari: {"env_id": "Squares", "max_frames": 28}}  # time limits
@@ -48,7 +49,7 @@ def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
     tolerance = 1e-2 if "precision" in flags else 1e-4
     num_steps = 24 if env_id == "Squares" else 48
     flags = {"num_steps": num_steps, "target_kl": None, "learning_rate": 1e-2, "anneal_lr": False,
-             "norm_value": False, **flags}
+             "norm_value": True, **flags}
     steps, kl = [], script.LOSSES.index("approx_kl")
     steps_per_rollout = 2 * flags.get("num_minibatches", 4)
 
@@ -70,9 +71,6 @@ def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
         rollouts += seen.rollouts
         checkpoint, _ = script.load_checkpoint(tmp_path / "run")
         flags["resume"] = str(tmp_path / "run")
-        addresses = [p.data_ptr() - seen.opt["params"].data_ptr() for p in seen.agent.parameters()]
-        sizes = [4 * p.numel() for p in seen.agent.parameters()]
-        assert addresses == [sum(sizes[:i]) for i in range(len(sizes))]  # the optimizer's vector holds them
     assert len(steps) == len(losses) == 3 * steps_per_rollout
     assert any(data["dones"][:-1].any() for data, *_ in rollouts)
     for i in range(0, len(steps), steps_per_rollout):
@@ -120,41 +118,20 @@ def test_gradients_go_through_time_to_the_start_of_the_episode(script, rnn):
     agent.get_value(obs, state, starts)[-1].sum().backward()
     assert (state.grad[:, 0] != 0).all() and (state.grad[:, 1] == 0).all()
 
-@both_scripts
-@pytest.mark.parametrize("rnn_reset", [True, False])
-def test_memory_ends_with_the_episode_unless_reset_is_off(script, rnn_reset):
-    envs, agent, *_ = small_agent(ENV_ID[script], script, num_steps=64, rnn="gru", rnn_reset=rnn_reset)
-    data, *_ = play(envs, agent, script.reset_envs(envs, agent, 1))
-    assert data["starts"][0].all() and not data["rnn_states"][0].any()
-    assert torch.equal(data["starts"][1:], data["dones"][:-1])
-    t, n = data["starts"][1:].nonzero()[0] + torch.tensor([1, 0])
-    obs, state = data["obs"][t, n][None, None], data["rnn_states"][t][:, [n]]
-    with torch.no_grad():
-        fresh = agent.get_value(obs, torch.zeros_like(state), torch.ones(1, 1))
-    assert state.abs().max() > 0
-    assert torch.allclose(data["values"][t, n], fresh, atol=1e-7) == rnn_reset
-
 # ------------------------------------------------------------------------------------- batches and advantages
 
 @both_scripts
 @pytest.mark.parametrize("length", [1, 4, 16])
-def test_sequences_are_steps_of_one_environment_and_each_is_used_once_an_epoch(script, length, tmp_path,
-                                                                                monkeypatch):
+def test_sequences_are_steps_of_one_environment_and_each_is_used_once_an_epoch(script, length, tmp_path, spy):
     """Each with the RNN state before its first step. Returns are advantages and values of the same epoch."""
-    steps, advantages, compute_gae = [], [], script.compute_gae
-
-    def watched_gae(rewards, values, *rest):
-        advantages.append((compute_gae(rewards, values, *rest), values))
-        return advantages[-1][0]
-
-    monkeypatch.setattr(script, "compute_gae", watched_gae)
+    steps, advantages = [], spy(script, "compute_gae")
     seen = watched_run(tmp_path / "run", ENV_ID[script], script, lambda *args: steps.append(args), rnn="lstm",
-                       rnn_seq_len=length, total_timesteps=64, recompute_adv=True)
+                       rnn_seq_len=length, total_timesteps=64, recompute_adv=True, norm_value=False)
     data, *_ = seen.rollouts[-1]
     orders = [torch.cat([args[4] for args in steps[i : i + 4]]) for i in (0, 4)]
     assert len(steps) == 8 and len(advantages) == 2
     assert not torch.equal(*orders)  # shuffled anew
-    for epoch, (adv, values) in enumerate(advantages):
+    for epoch, ((_, values, *_), adv) in enumerate(advantages):
         batch, states = steps[4 * epoch][2:4]
         expected = data | {"advantages": adv, "returns": adv + values}
         sequences = [(t, n) for t in range(0, 16, length) for n in range(4)]
@@ -168,42 +145,36 @@ def test_sequences_are_steps_of_one_environment_and_each_is_used_once_an_epoch(s
 @both_scripts
 @pytest.mark.parametrize("rnn", ["none", "lstm"])
 @pytest.mark.parametrize("recompute_adv", [True, False])
-def test_advantages_are_those_of_the_critic_of_that_epoch(script, rnn, recompute_adv, tmp_path,
-                                                              monkeypatch):
-    """Or, without recompute_adv, of the rollout."""
-    agents, calls, compute_gae, rollout = [], [], script.compute_gae, script.rollout
+def test_advantages_are_those_of_the_critic_of_that_epoch(script, rnn, recompute_adv, tmp_path, monkeypatch,
+                                                          spy):
+    """Or, without recompute_adv, of the rollout, whose explained variance is logged."""
+    rollouts, calls, explained, compute_gae = spy(script, "rollout"), [], [], script.compute_gae
 
-    def watched_rollout(*args):
-        agents.append((args[1], args[3], *rollout(*args)))
-        return agents[-1][2:]
-
-    def watched_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda):
-        agent, env_state, data, *bootstrap = agents[-1]
-        calls.append(weights(agent))
-        expected_final = torch.zeros(16, 4)
+    def checked_gae(*args):
+        (_, agent, _, env_state), (data, *bootstrap) = rollouts[-1]
+        obs, final_values = env_state.obs, data.get("final_values")
         if script is ppo:
-            obs = agent.normalize(torch.from_numpy(env_state.obs))[None]
+            obs, final_values = agent.normalize(torch.from_numpy(obs))[None], torch.zeros(16, 4)
             (final_obs, states, starts), time_limits, _ = bootstrap
-            found = agent.get_value(final_obs, states, starts)[0, 4:]
             assert starts[0, 4:].eq(0).all()
-            expected_final[tuple(zip(*time_limits, strict=True))] = found
-        else:
-            obs, expected_final = env_state.obs, data["final_values"]
-        assert 0 < expected_final.count_nonzero() <= dones.sum()
-        torch.testing.assert_close(final_values, expected_final)
-        expected = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
-        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
-        expected = agent.get_value(obs, env_state.rnn_state, env_state.starts)
-        torch.testing.assert_close(last_value, expected, rtol=1e-4, atol=1e-5)
-        assert torch.equal(rewards, data["rewards"]) and torch.equal(dones, data["dones"])
-        assert (gamma, gae_lambda) == (0.98, 0.9)
-        return compute_gae(rewards, values, last_value, final_values, dones, gamma, gae_lambda)
+            found = agent.get_value(final_obs, states, starts)[0, 4:]
+            final_values[tuple(zip(*time_limits, strict=True))] = found
+        assert 0 < final_values.count_nonzero() <= data["dones"].sum()
+        values = agent.get_value(data["obs"], data["rnn_states"][0], data["starts"])
+        last_value = agent.get_value(obs, env_state.rnn_state, env_state.starts)
+        expected = [data["rewards"], values, last_value, final_values, data["dones"], 0.98, 0.9]
+        torch.testing.assert_close(list(args), expected, rtol=1e-4, atol=1e-5)
+        calls.append(weights(agent))
+        advantages = compute_gae(*args)
+        explained.append(1 - (advantages.var() / (advantages + values).var()).item())
+        return advantages
 
-    monkeypatch.setattr(script, "rollout", watched_rollout)
-    monkeypatch.setattr(script, "compute_gae", watched_gae)
+    monkeypatch.setattr(script, "compute_gae", checked_gae)
     watched_run(tmp_path / "run", script=script, rnn=rnn, recompute_adv=recompute_adv, gamma=0.98,
                 gae_lambda=0.9, norm_value=True, target_kl=None, learning_rate=1e-2, **LIMITED[script])
     assert len(calls) == (4 if recompute_adv else 2) and not torch.equal(calls[0], calls[1])
+    logged = [float(row["explained_variance"]) for row in read_metrics(tmp_path / "run")]
+    assert logged == pytest.approx(explained[:: 2 if recompute_adv else 1], abs=1e-5)
 
 @pytest.mark.parametrize("rnn", ["none", "gru", "lstm"])
 def test_a_time_limit_is_bootstrapped_from_its_own_observation_and_memory(rnn):
@@ -228,20 +199,16 @@ def test_nothing_is_bootstrapped_in_a_terminal_state_or_without_truncation_boots
 @both_scripts
 def test_the_critics_unit_is_the_std_of_all_returns(script, tmp_path):
     """So far, those of the rollout included, whose epochs keep it; 1 without norm_value."""
-    returns, units = [], []
-
-    def on_step(agent, opt, batch, *_):
-        if len(units) % 8 == 0:
-            returns.append(batch["returns"].flatten())
-        units.append(agent.value_std.item())
-
-    for norm_value in (True, False):
-        watched_run(tmp_path / str(norm_value), ENV_ID[script], script, on_step, norm_value=norm_value,
-                    recompute_adv=True, target_kl=None)
-    for i in (0, 1):
-        expected = torch.cat(returns[: i + 1]).std(correction=0).item()
-        assert units[8 * i : 8 * i + 8] == pytest.approx([expected] * 8, rel=1e-4)
-    assert units[16:] == [1.0] * 16
+    steps = []
+    for on in (True, False):
+        watched_run(tmp_path / str(on), ENV_ID[script], script, lambda agent, opt, batch, *_: steps.append(
+            (agent.value_std.item(), batch["returns"].flatten())),
+            norm_value=on, recompute_adv=True, target_kl=None)
+    units, returns = zip(*steps, strict=True)
+    for i in (0, 8):
+        expected = torch.cat(returns[: i + 1 : 8]).std(correction=0).item()
+        assert units[i : i + 8] == pytest.approx([expected] * 8, rel=1e-4)
+    assert units[16:] == (1.0,) * 16
 
 # ----------------------------------------------------------------------------------------- the flags of train
 
@@ -321,7 +288,7 @@ OF_ROLLOUTS = [
     (atari, SQUARES, {"ortho_init": False}), (atari, SQUARES_GRU, {"rnn_reset": False}),
 ]  # fmt: skip
 NO_EFFECT = [
-    (ppo, PENDULUM, {"clip_reward": 0.1}),  # no normalized rewards to clip
+    (ppo, PENDULUM, {"clip_reward": 0.1, "clip_obs": 0.0}),  # no normalized rewards, no observation beyond 10
     (ppo, PENDULUM, {"truncation_bootstrap": False}),  # no episode ends
     (ppo, PENDULUM, {"rnn_seq_len": 4, "rnn_hidden": 8, "rnn_reset": False}),
     (ppo, PENDULUM, {"mask_actions": False, "exp_name": "other", "eval_episodes": 1, "checkpoint_every": 2}),
@@ -356,44 +323,32 @@ def test_a_flag_changes_what_it_names_and_nothing_else(changed, script, base, fl
 
 # -------------------------------------------------------------------------- statistics, actions, evaluation
 
-def test_observations_are_counted_after_the_rollout_that_used_them(tmp_path):
-    """Those of one rollout before the training, too."""
-    seen = watched_run(tmp_path / "run", "Pendulum-v1")
-    raw = [data["raw_obs"].double().flatten(0, 1) for data, *_ in seen.rollouts]
-    assert len(raw) == 3 and seen.agent.obs_rms.count == 3 * 64
+@pytest.mark.parametrize("script, raw, seen_as, flags", [
+    (ppo, "raw_obs", "obs", {"env_id": "Pendulum-v1"}),
+    (rl2, "obs", "inputs", {"env_id": "HalfCheetahVel", "num_trials": 4, "episode_length": 10,
+                            "total_timesteps": 1200, "norm_obs": True}),
+], ids=["ppo", "rl2"])  # fmt: skip
+def test_observations_are_normalized_by_all_earlier_rollouts(script, raw, seen_as, flags, tmp_path):
+    """One before the training included."""
+    seen = watched_run(tmp_path / "run", script=script, clip_obs=1.5, **flags)
+    obs = [data[raw].double().flatten(0, 1) for data, *_ in seen.rollouts]
+    assert len(obs) == 3 and seen.agent.obs_rms.count == sum(map(len, obs))
     for i in (1, 2):
-        before = torch.cat(raw[:i])
-        expected = (raw[i] - before.mean(0)) / (before.var(0, correction=0) + 1e-8).sqrt()
-        obs = seen.rollouts[i][0]["obs"].flatten(0, 1)
-        torch.testing.assert_close(obs, expected.float(), rtol=1e-4, atol=1e-5)
-
-@pytest.mark.parametrize("clip_actions", [True, False])
-def test_learning_sees_the_action_unclipped_and_the_environment_clipped(clip_actions):
-    envs, agent, _, env_state = small_agent("Pendulum-v1", log_std_init=1.0, clip_actions=clip_actions)
-    played, step = [], envs.step
-    envs.step = lambda action: step(played.append(action) or action)
-    actions = play(envs, agent, env_state)[0]["actions"].numpy()
-    assert np.abs(actions).max() > 1.5
-    expected = 2 * (actions.clip(-1, 1) if clip_actions else actions)
-    np.testing.assert_allclose(np.stack(played), expected, rtol=1e-6)
+        before = torch.cat(obs[:i])
+        expected = (obs[i] - before.mean(0)) / (before.var(0, correction=0) + 1e-8).sqrt()
+        inputs = seen.rollouts[i][0][seen_as].flatten(0, 1)[:, : expected.shape[1]]
+        torch.testing.assert_close(inputs, expected.clamp(-1.5, 1.5).float(), rtol=1e-3, atol=1e-3)
 
 @both_scripts
-def test_evaluation_takes_the_first_whole_raw_episode_of_each_environment(script, tmp_path, monkeypatch):
+def test_evaluation_takes_the_first_whole_raw_episode_of_each_environment(script, tmp_path, spy):
     """Once with the likeliest actions, once with sampled ones. It changes nothing in the agent."""
     flags = {"norm_reward": True} if script is ppo else {}
     _, agent, _, _ = small_agent(ENV_ID[script], script, eval_episodes=5, num_steps=32, **flags)
-    before = {name: x.clone() for name, x in agent.state_dict().items()}
-    episodes, rollout = {0: [], 1: []}, script.rollout
-
-    def watched_rollout(envs, agent, act, env_state, noise):
-        result = rollout(envs, agent, act, env_state, noise)
-        episodes[noise] += result[-1]
-        return result
-
-    monkeypatch.setattr(script, "rollout", watched_rollout)
+    before, rollouts = {name: x.clone() for name, x in agent.state_dict().items()}, spy(script, "rollout")
     summary = script.evaluate(agent, tmp_path, 0)
     for noise, name in ((0, "eval"), (1, "eval_sampled")):
-        first = [next(x for x in episodes[noise] if x[0] == n) for n in range(5)]
+        episodes = [x for (*_, played), result in rollouts if played == noise for x in result[-1]]
+        first = [next(x for x in episodes if x[0] == n) for n in range(5)]
         returns, lengths = np.array(first).T[1:]
         assert summary[f"{name}_mean"] == pytest.approx(returns.mean())
         assert summary[f"{name}_std"] == pytest.approx(returns.std())
@@ -401,5 +356,5 @@ def test_evaluation_takes_the_first_whole_raw_episode_of_each_environment(script
             assert (returns == lengths).all()
         else:
             assert (lengths == 10).all() and not (returns % 3).any()  # 3 points each
-    assert len(episodes[1]) > 5 and summary["eval_sampled_std"] > 0
+    assert len(episodes) > 5 and summary["eval_sampled_std"] > 0
     assert all(torch.equal(x, before[name]) for name, x in agent.state_dict().items())

@@ -5,9 +5,12 @@ That ppo_atari learns is in test_atari.py."""
 from itertools import combinations
 
 import numpy as np
+import probes
 import pytest
 import torch
 from conftest import play, small_agent, trained
+
+import ppo_continuous as ppo
 
 FAST = {"num_envs": 16, "num_steps": 16, "update_epochs": 4, "learning_rate": 5e-3, "total_timesteps": 2048,
         "eval_episodes": 20}
@@ -62,6 +65,16 @@ def test_the_mask_is_that_of_the_info_of_reset_or_of_the_step_before(first_only)
     first = data["starts"].bool()
     assert (data["mask"][first].sum(-1) == 2).all()
     assert (data["mask"][~first].sum(-1) == (4 if first_only == "true" else 2)).all()
+
+@pytest.mark.parametrize("mask", [[1], [1, 0, 1]])
+def test_a_mask_of_another_length_is_refused(mask, monkeypatch):
+    """None is no mask."""
+    monkeypatch.setattr(probes.Masked, "forbid", False)
+    monkeypatch.setattr(probes.Masked, "info", lambda _: {"action_mask": None})
+    assert small_agent("Masked-v0")[3].mask.all()
+    monkeypatch.setattr(probes.Masked, "info", lambda _: {"action_mask": mask})
+    with pytest.raises(ppo.UsageError, match="action_mask needs 4 entries: one per choice, two per bit"):
+        small_agent("Masked-v0")
 
 @pytest.mark.parametrize("norm_obs", [True, False])
 @pytest.mark.parametrize("env_id, features", [("ShownBooleans-v0", 2), ("ShownPicture-v0", 48)])

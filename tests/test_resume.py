@@ -7,6 +7,7 @@ import shutil
 import signal
 from functools import partialmethod
 
+import numpy as np
 import pytest
 import torch
 from conftest import PPO, ROOT, SHORT, finished_ppo, flat, load, read_metrics, run_python
@@ -14,30 +15,14 @@ from tqdm import tqdm
 
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
-import os
-import signal
-from pathlib import Path
-
-import {script} as script
-
+import os, signal, {script} as script
 train_step, calls = script.train_step, []
-
 def killed(*args):
-    calls.extend([1] * Path("run/checkpoint.pt").exists())
-    if len(calls) == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(*args)
-
+    calls.extend([1] * os.path.exists("run/checkpoint.pt"))
+    return train_step(*args) if len(calls) < 6 else os.kill(os.getpid(), signal.SIGKILL)
 script.train_step = killed
 script.main()
 """
-STATES = {
-    "recurrent": (PPO, "--env-id Pendulum-v1 --rnn gru --rnn-seq-len 8 --rnn-hidden 16 --norm-reward"),
-    "recurrent game": ("ppo_atari", "--env-id ALE/SpaceInvaders-v5 --rnn lstm --rnn-seq-len 8 --norm-value"),
-    "simulator": ("rl2_meta", """--env-id HalfCheetahVel --num-trials 4 --episode-length 10 --test-trials 5
-                  --total-timesteps 560 --update-epochs 1 --test-every 2"""),
-    "compiled": (PPO, "--compile"),
-}
 
 def results(run_dir):
     """Checkpoint, by the paths to its numbers, and metrics of a run, but for the time they took."""
@@ -45,21 +30,19 @@ def results(run_dir):
     del checkpoint["args"], checkpoint["progress"]["seconds"]
     for row in rows:
         del row["seconds"], row["SPS"]
-    return flat(checkpoint), rows
+    return {name: np.asarray(x) for name, x in flat(checkpoint).items()}, rows
 
 def check_same(run_dir, expected):
     """The same weights, statistics, optimizer, replay, episodes and metrics."""
     (one, rows), (two, expected_rows) = results(run_dir), results(expected)
     assert rows == expected_rows and rows
-    assert one.keys() == two.keys()
     assert any("exp_avg" in name and x.any() for name, x in one.items())
-    different = [name for name, x in one.items()
-                 if not (torch.equal(x, two[name]) if isinstance(x, torch.Tensor) else x == two[name])]
-    assert different == []
+    np.testing.assert_equal(one, two)
 
 def test_killed_and_resumed(finished, tmp_path, main):
     script = finished.script
     shutil.copy(ROOT / f"{script}.py", tmp_path)
+    (tmp_path / "run").mkdir()  # a folder may exist while it is empty
     (tmp_path / "killed.py").write_text(KILLED.format(script=script))
     run_python(f"killed.py {SHORT[script]} --run-dir run", tmp_path, status=-signal.SIGKILL)
     iteration = load(tmp_path / "run")["progress"]["iteration"]
@@ -67,11 +50,14 @@ def test_killed_and_resumed(finished, tmp_path, main):
     main(script, "--resume run")
     check_same(tmp_path / "run", finished.folder / "run")
 
-@pytest.mark.parametrize("state", [
-    "recurrent", "recurrent game", "simulator", pytest.param("compiled", marks=pytest.mark.slow)])
-def test_interrupted_and_resumed(state, tmp_path, main, monkeypatch):
+@pytest.mark.parametrize(("script", "flags"), [
+    (PPO, "--env-id Pendulum-v1 --rnn gru --rnn-seq-len 8 --rnn-hidden 16 --norm-reward"),
+    ("ppo_atari", "--env-id ALE/SpaceInvaders-v5 --rnn lstm --rnn-seq-len 8 --norm-value"),
+    ("rl2_meta", """--env-id HalfCheetahVel --num-trials 4 --episode-length 10 --test-trials 5
+                  --total-timesteps 560 --update-epochs 1 --test-every 2"""),
+    pytest.param(PPO, "--compile", marks=pytest.mark.slow)])  # fmt: skip
+def test_interrupted_and_resumed(script, flags, tmp_path, main, monkeypatch):
     """Ctrl-C leaves the last checkpoint, and the rows of later iterations for the resume to cut off."""
-    script, flags = STATES[state]
     module, command = importlib.import_module(script), f"{SHORT[script]} {flags}"
     main(script, f"{command} --run-dir expected")
     rollout, calls = module.rollout, []
@@ -93,22 +79,16 @@ def test_interrupted_and_resumed(state, tmp_path, main, monkeypatch):
 @finished_ppo
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
 def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
-    """The old checkpoint stays until the new one is on the disk."""
-    calls = []
+    """The old checkpoint stays until the new one is on the disk: first it is synced, then renamed."""
+    function, calls = getattr(os, moment), []
 
-    def dying(name, function):
-        def call(*args):
-            calls.append(name)
-            if calls.count(moment) == 2:
-                raise KeyboardInterrupt
-            return function(*args)
-        return call
+    def dying(*args):
+        calls.append(args)
+        return function(*args) if len(calls) < 2 else signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patch:
-        for name in ("fsync", "replace"):
-            patch.setattr(os, name, dying(name, getattr(os, name)))
+        patch.setattr(os, moment, dying)
         main(PPO, f"{SHORT[PPO]} --run-dir run", status=130)
-    assert calls == ["fsync", "replace", "fsync", "replace"][: 3 if moment == "fsync" else 4]
     assert load(tmp_path / "run")["progress"]["iteration"] == 2
     main(PPO, "--resume run")
     assert not (tmp_path / "run" / "checkpoint.tmp").exists()
@@ -137,10 +117,12 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
     assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
 
 @pytest.mark.parametrize("finished", ["rl2_meta"], indirect=True)
-def test_adams_epsilon_that_is_given_again(finished, run_dir, main):
-    steps = 2 * load(run_dir)["args"]["total_timesteps"]
-    main(finished.script, f"--resume run --total-timesteps {steps} --adam-eps 1")
+def test_longer_trials_and_adams_epsilon_are_given_again(finished, run_dir, main):
+    main(finished.script, "--resume run --episodes-per-trial 20 --total-timesteps 1280 --adam-eps 1")
     assert load(run_dir)["opt"]["param_groups"][0]["eps"] == 1
+    steps = [int(row["global_step"]) for row in read_metrics(run_dir)]
+    assert steps == [160, 320, 480, 640, 960, 1280]
+    assert len(json.loads((run_dir / "summary.json").read_text())["episode_returns"]) == 20
 
 def test_a_run_that_stopped_early(tmp_path, main):
     """Resumed, it is only evaluated, unless a flag makes it continue."""
@@ -158,26 +140,21 @@ def test_a_run_that_stopped_early(tmp_path, main):
     (PPO, 1_600, """--env-kwargs '{"max_episode_steps":1600}'"""),
     ("muesli_cartpole", 1_600, """--env-kwargs '{"max_episode_steps":1600}'"""),
 ])  # fmt: skip
-def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, flags, main, monkeypatch):
+def test_checkpoints_of_a_short_run_leave_its_episodes_whole(script, steps, flags, main, monkeypatch, spy):
     """As each resets the environments, they are so many steps of each environment apart."""
     module = importlib.import_module(script)
-    reset_envs, rollout, keys, played = module.reset_envs, module.rollout, [], []
-
-    def recorded_reset(envs, *args):
-        keys.append(args)
-        return reset_envs(envs, *args)
+    resets, rollout, played = spy(module, "reset_envs"), module.rollout, []
 
     def first_rollout(*args):
         if not played:
             played.append(rollout(*args))
         return played[0]
 
-    monkeypatch.setattr(module, "reset_envs", recorded_reset)
     monkeypatch.setattr(module, "rollout", first_rollout)
     monkeypatch.setattr(module, "train_step", lambda *_: None)
     monkeypatch.setattr(module, "evaluate", lambda *_: {"eval_mean": 0.0})
     length = 8 if script == "muesli_cartpole" else 16
     main(script, f"""{SHORT[script]} --checkpoint-every 0 --total-timesteps {2 * (steps + 4 * length)}
                      {flags} --run-dir run""")
-    first, middle, last = (iteration for *_, rank, iteration in keys if rank == 0)  # not of evaluations
+    first, middle, last = (key[-1] for key, _ in resets if key[-2] == 0)  # not of evaluations
     assert first == 0 and middle == -(-steps // length) < last
