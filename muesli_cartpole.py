@@ -12,8 +12,8 @@
 
 Shapes: N environments, T steps of a rollout; B sequences of W = L + K + 1 rows: L roots,
 K unrolled steps, 1 to bootstrap from; C rows of the replay; O observation, A actions, H latent
-state, S support atoms. v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed
-(F.2). Tags: (7) to (14) are equations of the paper, sections 2 and 5, (4.3) to (4.5), (F.1), (F.2) not.
+state, S support atoms. v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed.
+Tags: (7) to (14) are the paper's equations; (4.3) to (4.5), (F.1), (F.2) its sections, as are 2 and 5.
 
 Differs from the paper (its appendix as others quote it): learning rate 1e-3 [3e-4], tau 0.03 [0.1], batch
 16 x 16 [96 x 30], replay 1e5 steps [6e6 frames], 51 atoms from value_min to value_max [601 from h = -300 to
