@@ -518,10 +518,10 @@ def train(args, checkpoint=None):
             if means["clipped_targets"] > 0 and not progress["clipped"]:
                 tqdm.write("targets beyond value_min or value_max are clipped")
                 progress["clipped"] = True
-            means["greedy_return"] = [(0, np.nan), *progress["evaluations"]][-1][1]
             seconds = time.perf_counter() - last_time
             progress["seconds"] += seconds
-            charts = {"learning_rate": learning_rate, "SPS": (global_step - last_step) / seconds}
+            charts = {"learning_rate": learning_rate, "SPS": (global_step - last_step) / seconds,
+                      "greedy_return": progress["evaluations"][-1][1] if progress["evaluations"] else np.nan}
             last_time, last_step = last_time + seconds, global_step
             log.bar.total = max(log.bar.total, global_step)
             log.write(progress, charts, means)

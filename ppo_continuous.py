@@ -483,8 +483,8 @@ def train(args, checkpoint=None):
         options = {"cpp_wrapper": device.type == "cpu",
                    "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
-    log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
+    log = RunLog(args, device, progress["global_step"]) if RANK == 0 else None
     if args.norm_obs and not checkpoint:  # first statistics; global_step leaves these steps out
         agent.obs_rms.update(rollout(envs, agent, act, env_state)[0]["raw_obs"])
     last_time = time.perf_counter()

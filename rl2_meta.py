@@ -245,7 +245,7 @@ class TabularMDP:
         return *self.observe(), reward, torch.full_like(reward, done), advantage
 
 class Runner(gym.Wrapper):
-    """Rewards direction `goal` (1 or -1) or velocity `goal` instead of running forward."""
+    """Rewards direction `goal` (1 or -1) or velocity `goal`, not speed (Finn et al. 2017)."""
 
     def __init__(self, env, to_velocity):
         super().__init__(env)
