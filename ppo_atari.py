@@ -449,9 +449,9 @@ def train(args, checkpoint=None):
         options = {"cpp_wrapper": device.type == "cpu",
                    "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
+    env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     where = f"{device}, {args.precision}, sticky actions {args.sticky}"
     log = RunLog(args, where, progress["global_step"]) if RANK == 0 else None
-    env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
     last_time = time.perf_counter()
     for iteration in range(progress["iteration"] + 1, num_iterations + 1):
         args = read_live(args, log, progress["global_step"])

@@ -118,6 +118,10 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
 
 @pytest.mark.parametrize("finished", ["rl2_meta"], indirect=True)
 def test_longer_trials_and_adams_epsilon_are_given_again(finished, run_dir, main):
+    summary = (run_dir / "summary.json").read_text()
+    _, err = main(finished.script, "--resume run --episodes-per-trial 20", status=2)
+    assert "total_timesteps = 640 leaves no rollout of 320 steps" in err
+    assert (run_dir / "summary.json").read_text() == summary
     main(finished.script, "--resume run --episodes-per-trial 20 --total-timesteps 1280 --adam-eps 1")
     assert load(run_dir)["opt"]["param_groups"][0]["eps"] == 1
     steps = [int(row["global_step"]) for row in read_metrics(run_dir)]

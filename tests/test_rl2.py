@@ -400,6 +400,13 @@ def test_train_anneals_shuffles_and_stops_its_epochs(on, tmp_path):
     expected = returns.std() if on else torch.ones(())
     torch.testing.assert_close(seen.agent.value_std, expected, rtol=1e-2, atol=1e-3)
 
+def test_the_length_of_a_trial_is_that_of_its_episodes(tmp_path):
+    """Not of the T steps that are played, where episodes end early."""
+    seen = watched_run(tmp_path / "run", script=rl2, **CART, total_timesteps=1280)
+    lengths = [data["counted"].sum(0).float().mean().item() for data, _ in seen.rollouts]
+    assert [float(row["episodic_length"]) for row in read_metrics(tmp_path / "run")] == lengths
+    assert max(lengths) < 80
+
 def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path, spy):
     """Only the two meta-tests at the end share theirs."""
     resets = spy(rl2.Bandit, "reset")
