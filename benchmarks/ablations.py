@@ -8,6 +8,7 @@ interrupted are resumed. Effects are differences of means between a setting and 
 95 % intervals from 10,000 bootstrap samples of both groups of seeds.
 """
 
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -128,9 +129,11 @@ def train(study, folder, env_id, setting, seed):
     run_dir = folder.resolve() / f"{env_id}__{name}__{seed}"
     script, *flags = f"{study.command} {study.tasks[env_id]} {study.settings[setting]}".split()
     flags += ["--env-id", env_id, "--exp-name", setting, "--seed", str(seed), "--run-dir", str(run_dir)]
-    if (run_dir / "checkpoint.pt").exists():
-        flags = ["--resume", str(run_dir)]
     if not (run_dir / "summary.json").exists():
+        if (run_dir / "checkpoint.pt").exists():
+            flags = ["--resume", str(run_dir)]
+        elif run_dir.exists():  # killed before its first checkpoint
+            shutil.rmtree(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         with open(f"{run_dir}.txt", "a") as out:
             subprocess.run([sys.executable, ROOT / script, *flags], stdout=out, stderr=out, check=True)

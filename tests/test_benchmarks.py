@@ -322,6 +322,21 @@ def test_effects_of_settings(call, tmp_path, monkeypatch, spy):
     effect, low, high = ablations.effects({"a": [0.0] * 50, "b": [1.0] * 25 + [3.0] * 25})["b"]
     assert (effect, low, high) == pytest.approx((2, 2 - 0.277, 2 + 0.277), abs=0.03)
 
+def test_killed_trainings_of_a_study_are_resumed(tmp_path, monkeypatch):
+    """Without a checkpoint they begin anew, with one they resume; finished ones stay."""
+    study = ablations.Study("x.py", "eval_mean", {"X-v1": ""}, {"a": ""})
+    run_dir, commands = tmp_path / "X-v1__a__1", []
+    monkeypatch.setattr(ablations, "read", lambda study, run_dir: {})
+    monkeypatch.setattr(ablations.subprocess, "run", lambda command, **_: commands.append(command[2:]))
+    run_dir.mkdir()
+    (run_dir / "args.json").touch()
+    for name in ("checkpoint.pt", "summary.json", "other"):
+        ablations.train(study, tmp_path, "X-v1", "a", 1)
+        run_dir.mkdir(exist_ok=True)
+        (run_dir / name).touch()
+    assert commands[0][-2:] == ["--run-dir", str(run_dir)] and not (run_dir / "args.json").exists()
+    assert commands[1:] == [["--resume", str(run_dir)]]
+
 def test_speed_is_the_median_after_the_first_row(call, tmp_path, monkeypatch):
     for name, rate in (("fast", 100), ("slow", 10)):
         rows = f"SPS,seconds\\n1,5\\n{rate},6\\n{3 * rate},7\\n{2 * rate},8"
