@@ -129,8 +129,8 @@ class Args:
             valid = isinstance(value, int if whole else int | float) and low <= value <= high
             if field.type in (int, float) and not valid:
                 raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
-        if self.buffer_size < self.window * self.num_envs:
-            raise UsageError(f"buffer_size: one sequence takes {self.window * self.num_envs} steps")
+        if min(self.buffer_size, self.total_timesteps) < self.window * self.num_envs:
+            raise UsageError(f"buffer_size, total_timesteps: at least {self.window * self.num_envs} steps")
 
 RANGES = {"gamma": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1), "cmpo_clip": (0, 40),
           "tau": (0, 1), "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
@@ -143,7 +143,7 @@ PRESETS = {
                    "stop_early": False, "stop_return": -90.0, "gamma": 0.99,
                    "value_min": -120.0, "value_max": 2.0},
     "LunarLander-v3": {"total_timesteps": 500_000, "train_frequency": 4, "stop_early": False,
-                       "eval_frequency": 50_000, "stop_return": 200.0, "gamma": 0.997,
+                       "eval_frequency": 50_000, "gamma": 0.997,
                        "value_min": -400.0, "value_max": 400.0, "head_size": 128, "tau": 0.1},
 }
 
@@ -157,7 +157,7 @@ def make_envs(args, num_envs, video_dir=None):
         env = gym.make(args.env_id, disable_env_checker=True, **json.loads(args.env_kwargs), **render)
         if recorded:  # better to fail now than after the training
             import moviepy  # noqa: F401
-            env.reset()
+            env.reset(seed=0)
             assert env.render() is not None, "it renders nothing"
         if not isinstance(env.observation_space, Box) or len(env.observation_space.shape) != ndim:
             env = gym.wrappers.FlattenObservation(env)
@@ -204,7 +204,7 @@ class Replay:
 
     def sample(self, args):
         """Sequences (W, B, ...). The first end with the newest row, one per environment;
-        the next, if any, end L rows earlier, and so on."""
+        the next, if any, end up to L rows earlier, and so on."""
         size, num_envs = min(self.count, self.capacity), self.rows["last"].shape[1]
         num_starts = size - args.window + 1
         start = torch.randint(num_starts, (args.batch_size,))
@@ -577,7 +577,7 @@ def make_agent(envs, args, device, checkpoint):
     """Agent, and AdamW's state over flat vectors that the networks' parameters are views of."""
     torch.manual_seed(args.seed)
     agent = Agent(envs, args, device)
-    params = nn.utils.parameters_to_vector(agent.online.parameters()).detach().clone()
+    params = nn.utils.parameters_to_vector(agent.online.parameters()).detach()
     opt = {"params": params, "target": params.clone(), "exp_avg": torch.zeros_like(params),
            "exp_avg_sq": torch.zeros_like(params), "bias": params.new_zeros(2)}
     if checkpoint:

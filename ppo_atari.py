@@ -139,9 +139,9 @@ class Args:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         if self.rnn != "none" and not self.share_network:
             raise UsageError("an RNN needs share_network")
-        S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
-        if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"{M} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
+        S, n = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
+        if self.num_steps % self.seq_len or S % n or S * self.seq_len == n:
+            raise UsageError(f"{n} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "seed": (0, 2**32 - 1), "num_envs": (1, 10_000),
           "eval_episodes": (1, 10_000), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -305,7 +305,8 @@ class Agent(nn.Module):
             output, hidden = self.rnn(features[0][begin:end], hidden)
             rnn_state = torch.cat(hidden) if self.args.rnn == "lstm" else hidden
             outputs.append(output)
-        return torch.cat(outputs), torch.cat(outputs), rnn_state
+        features = torch.cat(outputs)
+        return features, features, rnn_state
 
     def get_value(self, obs, rnn_state, starts):
         """Values in units of returns."""
@@ -584,8 +585,8 @@ def read_live(args, log, global_step):
             shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
-            shared, changes = [args], error
-        tqdm.write(f"step {global_step}: {path.name} {changes}; only {sorted(LIVE_FLAGS)} can change")
+            shared, changes = [args], f"nothing: {error}"
+        tqdm.write(f"step {global_step}: {path.name} changes {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(shared)
     return shared[0]
@@ -690,7 +691,7 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
-        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+        if run_dir and (first.preset or first.run_dir or (args.resume and args.env_id != default.env_id)):
             raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:

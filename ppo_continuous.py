@@ -129,9 +129,9 @@ class Args:
             values = value if isinstance(value, tuple) else [value]
             if kind and not all(isinstance(x, kind) and (x is None or low <= x <= high) for x in values):
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-        S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
-        if self.num_steps % self.seq_len or S % M or S * self.seq_len == M:
-            raise UsageError(f"{M} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
+        S, n = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
+        if self.num_steps % self.seq_len or S % n or S * self.seq_len == n:
+            raise UsageError(f"{n} minibatches (2+ steps) must divide {S} sequences, rnn_seq_len num_steps")
 
 RANGES = {"gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "seed": (0, 2**32 - 1)}
 LIVE_FLAGS = {"learning_rate", "clip_coef", "ent_coef", "vf_coef", "update_epochs", "target_kl"}
@@ -165,7 +165,7 @@ def make_envs(args, num_envs, video_dir=None):
         env = gym.make(args.env_id, disable_env_checker=True, **json.loads(args.env_kwargs), **render)
         if recorded:  # better to fail now than after the training
             import moviepy  # noqa: F401
-            env.reset()
+            env.reset(seed=0)
             assert env.render() is not None, "it renders nothing"
         if recorded and video_dir:
             env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
@@ -607,8 +607,8 @@ def read_live(args, log, global_step):
             shared = [replace(args, **{name: changes[name] for name in LIVE_FLAGS & changes.keys()})]
             shared[0].check()
         except (OSError, AttributeError, ValueError) as error:
-            shared, changes = [args], error
-        tqdm.write(f"step {global_step}: {path.name} {changes}; only {sorted(LIVE_FLAGS)} can change")
+            shared, changes = [args], f"nothing: {error}"
+        tqdm.write(f"step {global_step}: {path.name} changes {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(shared)
     return shared[0]
@@ -704,7 +704,7 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
-        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+        if run_dir and (first.preset or first.run_dir or (args.resume and args.env_id != default.env_id)):
             raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:

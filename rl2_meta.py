@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Literal
 
@@ -132,7 +132,7 @@ class Args:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
         M = self.num_minibatches
         if self.num_trials % M or self.num_trials * self.trial_length == M:
-            raise UsageError(f"num_minibatches = {M} must divide {self.num_trials} trials (2+ steps)")
+            raise UsageError(f"{M} minibatches (2+ steps) must divide {self.num_trials} trials")
         if (self.env_id in FAMILIES) == (self.task_sampler is not None):
             raise UsageError(f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
                              f"{', '.join(FAMILIES)}, or a Gymnasium id and a task_sampler")
@@ -282,7 +282,7 @@ class Simulator:
                            **options, **render)
             if recorded:  # better to fail now than after the training
                 import moviepy  # noqa: F401
-                env.reset()
+                env.reset(seed=0)
                 assert env.render() is not None, "it renders nothing"
             if recorded and video_dir:
                 env = gym.wrappers.RecordVideo(env, video_dir, lambda n: n < args.episodes_per_trial)
@@ -722,7 +722,7 @@ def evaluate(agent, run_dir, global_step):
         shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
         print(f"  return {mean[0]:.3f} +- {se[0]:.3f}, by episode "
               + ", ".join(f"{i}: {mean[i]:.3f}" for i in shown))
-        if args.env_id.endswith("Dir"):
+        if args.env_id in ("HalfCheetahDir", "AntDir"):
             summary[f"{key}_goals"] = [rows[0, i % num_trials :: 2].mean().item() for i in (0, 1)]
             print("  trials forward, backward:", *np.round(summary[f"{key}_goals"], 1))
         if errors.size:
@@ -844,8 +844,8 @@ def main():
         new_run = None, Args(preset=preset, **PRESETS[preset])
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
-        args.check(default)
-        if args.resume and (first.preset or first.run_dir or args.env_id != default.env_id):
+        args.check(replace(default, norm_obs=False))  # presets of simulators have it
+        if run_dir and (first.preset or first.run_dir or (args.resume and args.env_id != default.env_id)):
             raise UsageError("env_id, preset and run_dir of a run cannot change")
         train(args, checkpoint)
     except KeyboardInterrupt:

@@ -153,7 +153,8 @@ BAD_FLAGS = {
         ("--env-id Chain-v0 --capture-video", "Chain-v0: AssertionError: it renders nothing"),
         ("--value-min 1", "value_min = 1.0 is not in range"),
         ("--norm-adv-decay 1", "norm_adv_decay = 1.0 is not in range"),
-        ("--buffer-size 43", "buffer_size: one sequence takes 44 steps"),
+        ("--buffer-size 43", "buffer_size, total_timesteps: at least 44 steps"),
+        ("--total-timesteps 43", "buffer_size, total_timesteps: at least 44 steps"),
     ],
     "rl2_meta": [
         ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
@@ -167,8 +168,9 @@ BAD_FLAGS = {
         ("--task-sampler some:f --env-id CartPole-v1 --num-arms 3", "num_arms is of no use in CartPole-v1"),
         ("--env-id TabularMDP --episode-length 3", "episode_length is of no use in TabularMDP"),
         ("--capture-video", "capture_video is of no use in Bandit"),
-        ("--num-trials 10 --num-minibatches 4", "num_minibatches = 4 must divide 10 trials"),
-        ("--num-trials 4 --num-minibatches 4 --episodes-per-trial 1", "must divide 4 trials (2+ steps)"),
+        ("--env-id TabularMDP --preset simulator", "norm_obs is of no use in TabularMDP"),
+        ("--num-trials 10 --num-minibatches 4", "4 minibatches (2+ steps) must divide 10 trials"),
+        ("--num-trials 4 --num-minibatches 4 --episodes-per-trial 1", "(2+ steps) must divide 4 trials"),
         ("--total-timesteps 159", "total_timesteps = 159 leaves no rollout of 160 steps"),
         ("--env-id HalfCheetahDir --num-trials 8 --total-timesteps 6399", "leaves no rollout of 3200 steps"),
     ],
@@ -255,6 +257,8 @@ def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
     assert "the checkpoint does not fit" in refused(script, f"--evaluate run {FIXED[script][0]}")
     for flags in FIXED[script]:
         assert "of a run cannot change" in refused(script, f"--resume run {flags}")
+    if script != "muesli_cartpole":
+        assert "of a run cannot change" in refused(script, "--evaluate run --preset none")
     if script == PPO:  # a weight more, of the same name as a constant
         assert "the checkpoint does not fit" in refused(script, "--evaluate run --learn-std")
     other = importlib.import_module(SCRIPTS[SCRIPTS.index(script) - 1])
