@@ -98,15 +98,17 @@ STUDIES = {
         "bootstrap at time limits": "--truncation-bootstrap",
     }),
     "additions": Study("rl2_meta.py --total-timesteps 6000000", "eval_mean",
-                       {"Bandit": "--preset hundred", "TabularMDP": "--gamma 1 --anneal-ent"}, {
+                       {"Bandit": "--preset hundred", "TabularMDP": ""}, {
         "all": "",
         "no table of cells": "--no-tabular",
         "critic without the task": "--no-privileged-critic",
         "drawn rewards": "--no-learn-regret",
         "memories of PyTorch's length": "--no-chrono-init",
-        "constant entropy bonus": "--no-anneal-ent",
+        "constant entropy bonus": "--no-anneal-ent",  # bandit; the MDP's default
+        "annealed entropy bonus": "--anneal-ent",
         "no entropy bonus": "--ent-coef 0",
-        "discount 0.99": "--gamma 0.99",
+        "discount 0.99": "--gamma 0.99",  # bandit; the MDP's default
+        "discount 1": "--gamma 1",
         "lambda 0.3": "--gae-lambda 0.3",
         "separate networks": "--no-share-network",
     }),
