@@ -31,6 +31,7 @@ class Study:
     value: str  # column that is compared
     tasks: dict  # {env_id: flags}
     settings: dict  # {exp_name: flags}; the others are compared with the first
+    digits: int = 0  # decimal places of the table
 
 MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
 STUDIES = {
@@ -111,7 +112,7 @@ STUDIES = {
         "discount 1": "--gamma 1",
         "lambda 0.3": "--gae-lambda 0.3",
         "separate networks": "--no-share-network",
-    }),
+    }, digits=2),
 }
 
 @dataclass
@@ -168,16 +169,16 @@ def effects(settings):
     return {name: (np.mean(values) - np.mean(base), *(intervals[name] if len(values) > 1 else [np.nan] * 2))
             for name, values in others}
 
-def show(groups):
+def show(groups, digits):
     for env_id, settings in groups.items():
         found = effects(settings)
         print(f"| {env_id} | mean | each seed | effect | 95 % |\n|---|---|---|---|---|")
         for name, values in settings.items():
-            each = ", ".join(f"{value:.0f}" for value in values)
+            each = ", ".join(f"{value:.{digits}f}" for value in values)
             effect, low, high = found.get(name, (0, 0, 0))
-            interval = f"{low:+.0f} to {high:+.0f}" if len(values) > 1 else "-"
-            cells = f"{effect:+.0f} | {interval}" if name in found else "- | -"
-            print(f"| {name} | {over_seeds(values)} | {each} | {cells} |")
+            interval = f"{low:+.{digits}f} to {high:+.{digits}f}" if len(values) > 1 else "-"
+            cells = f"{effect:+.{digits}f} | {interval}" if name in found else "- | -"
+            print(f"| {name} | {over_seeds(values, digits)} | {each} | {cells} |")
 
 def draw(groups, path):
     """A panel for each task: effects with intervals, sorted by their mean share of the spread of effects."""
@@ -225,7 +226,7 @@ def main():
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)
-    show(groups)
+    show(groups, study.digits)
     if args.output:
         draw(groups, args.output)
 
