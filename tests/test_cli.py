@@ -67,15 +67,17 @@ def args_of(main, monkeypatch):
 @pytest.mark.parametrize(("script", "name"), [(script, name) for script in SCRIPTS
                                               for name in importlib.import_module(script).PRESETS])
 def test_every_preset_is_taken(script, name, args_of):
-    """By itself, too, if it is named like the environment."""
-    module = importlib.import_module(script)
-    args = args_of(script, f"--preset {name}")
-    assert args == module.Args(preset=name, **module.PRESETS[name])
+    """By itself, too, if it is named like the environment, and that of simulators with a sampler."""
+    module, where = importlib.import_module(script), {} if re.fullmatch(r"[a-z]+", name) else {"env_id": name}
+    if name == "simulator":
+        where = {"env_id": "CartPole-v1", "task_sampler": "some:f"}
+    flags = " ".join(f"--{flag.replace('_', '-')} {x}" for flag, x in where.items())
+    args = module.Args(preset=name, **where, **module.PRESETS[name])
+    assert args_of(script, f"{flags} --preset {name}") == args
     assert [flag for flag, x in module.PRESETS[name].items() if x == getattr(module.Args(), flag)] == []
-    if not re.fullmatch(r"[a-z]+", name):
-        assert args_of(script, f"--env-id {name}") == replace(args, env_id=name)
-        bare = module.Args(env_id=name, preset="none")
-        assert args_of(script, f"--env-id {name} --preset none") == bare
+    if where:
+        assert args_of(script, flags) == args
+        assert args_of(script, f"{flags} --preset none") == module.Args(preset="none", **where)
 
 CLEANRL = {"anneal_lr": True, "adam_eps": 1e-5, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True,
            "clip_vloss": True, "anneal_clip": False, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None,
@@ -168,7 +170,7 @@ BAD_FLAGS = {
         ("--task-sampler some:f --env-id CartPole-v1 --num-arms 3", "num_arms is of no use in CartPole-v1"),
         ("--env-id TabularMDP --episode-length 3", "episode_length is of no use in TabularMDP"),
         ("--capture-video", "capture_video is of no use in Bandit"),
-        ("--env-id TabularMDP --preset simulator", "norm_obs is of no use in TabularMDP"),
+        ("--preset AntDir", "norm_obs is of no use in Bandit"),
         ("--num-trials 10 --num-minibatches 4", "4 minibatches (2+ steps) must divide 10 trials"),
         ("--num-trials 4 --num-minibatches 4 --episodes-per-trial 1", "(2+ steps) must divide 4 trials"),
         ("--total-timesteps 159", "total_timesteps = 159 leaves no rollout of 160 steps"),
