@@ -64,7 +64,7 @@ class Args:
 
     # Environment
     env_id: str = "CartPole-v1"  # Gymnasium id, also module:Env-v0
-    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
+    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"gravity": -5}'
     total_timesteps: int = 50_000  # steps over all environments
     num_envs: int = 8  # environments stepped together
     train_frequency: int = 2  # T, steps per environment between two updates
@@ -124,10 +124,9 @@ class Args:
     def check(self):
         """Raise UsageError unless all numbers are in range and fit each other."""
         for field in fields(self):
-            name, value, whole = field.name, getattr(self, field.name), field.type is int
-            low, high = RANGES.get(name, (1 if whole and field.default else 0, 10**12))
-            valid = isinstance(value, int if whole else int | float) and low <= value <= high
-            if field.type in (int, float) and not valid:
+            name, value = field.name, getattr(self, field.name)
+            low, high = RANGES.get(name, (1 if field.type is int and field.default else 0, 10**12))
+            if field.type in (int, float) and not low <= value <= high:
                 raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
         if min(self.buffer_size, self.total_timesteps) < self.window * self.num_envs:
             raise UsageError(f"buffer_size, total_timesteps: at least {self.window * self.num_envs} steps")
@@ -440,7 +439,7 @@ def train_step(agent, opt, batch, learning_rate, losses):
 
 @torch.no_grad()
 def rollout(envs, agent, env_state, greedy=False):
-    """Play T steps with the target network's policy; moves `env_state` on. Returns rows
+    """Play T steps with the target network's policy; advances `env_state`. Returns rows
     (T, N, ...), and (environment, return, length) of finished episodes. An episode's last
     observation has a row, too: there the action only resets."""
     steps, episodes = [], []
@@ -631,13 +630,14 @@ class RunLog:
         _, returns, lengths = np.mean(episodes, 0).tolist() if episodes else [np.nan] * 3
         charts = {"episodic_return": returns, "episodic_length": lengths, **charts}
         row = {"global_step": step, "seconds": progress["seconds"], **charts, **losses}
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
+        self.bar.update(step - self.bar.n)
         if self.metrics.tell() == 0:
+            self.bar.refresh()  # which update does after mininterval only
             print(*row, sep=",", file=self.metrics)
         print(*row.values(), sep=",", file=self.metrics)
         for name, value in (charts | losses).items():
             self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
-        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
-        self.bar.update(step - self.bar.n)
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
@@ -651,9 +651,9 @@ class RunLog:
 
     def finish(self, agent, progress, **more):
         self.bar.close()
-        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
+        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True, ndmin=1)
         summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
-                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
+                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"][len(rows) > 1 :]).item(),
                    **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])

@@ -70,7 +70,7 @@ class Args:
     frame_skip: int = 4  # frames per step; their rewards are summed [D15]
     max_pool: bool = True  # pixelwise maximum of the last two frames, as sprites flicker [D15]
     episodic_life: bool = True  # a lost life is terminal for learning; the game continues [D16]
-    fire_reset: bool = True  # force FIRE at the start of each life, if the game has it [D17]
+    fire_reset: bool = True  # force FIRE at each life's start, if the game has it [D17]
     screen_size: int = 84  # height and width of the images in pixels [D18]
     grayscale: bool = True  # one channel per frame; off: three [D18]
     sign_rewards: bool = True  # learn from the sign of rewards; evaluation takes the score [D19]
@@ -354,11 +354,10 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         mb_advantages = mb["advantages"]
         if args.norm_adv:  # [D7]
             mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-        # Policy loss [D8]
         logratio = newlogprob - mb["logprobs"]
         ratio = logratio.exp()
         clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-        pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
+        pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()  # [D8]
         v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
         if args.clip_vloss:  # [D9]
             change = ((newvalue - mb["values"]) / agent.value_std).clamp(-clip_coef, clip_coef)
@@ -472,6 +471,7 @@ def train(args, checkpoint=None):
                 values = data["values"] if epoch == 0 else agent.get_value(
                     data["obs"], data["rnn_states"][0], data["starts"])
                 last_value = agent.get_value(env_state.obs, env_state.rnn_state, env_state.starts)
+                # Values at time limits stay the rollout's: few games are cut.
                 advantages = compute_gae(data["rewards"], values, last_value, data["final_values"],
                                          data["dones"], args.gamma, args.gae_lambda)
                 returns = advantages + values  # TD(lambda) [D5]
@@ -624,13 +624,14 @@ class RunLog:
         _, returns, lengths = np.mean(episodes, 0).tolist() if episodes else [np.nan] * 3
         charts = {"episodic_return": returns, "episodic_length": lengths, **charts}
         row = {"global_step": step, "seconds": progress["seconds"], **charts, **losses}
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
+        self.bar.update(step - self.bar.n)
         if self.metrics.tell() == 0:
+            self.bar.refresh()  # which update does after mininterval only
             print(*row, sep=",", file=self.metrics)
         print(*row.values(), sep=",", file=self.metrics)
         for name, value in (charts | losses).items():
             self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
-        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
-        self.bar.update(step - self.bar.n)
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
@@ -644,9 +645,9 @@ class RunLog:
 
     def finish(self, agent, progress, **more):
         self.bar.close()
-        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
+        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True, ndmin=1)
         summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
-                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
+                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"][len(rows) > 1 :]).item(),
                    **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])

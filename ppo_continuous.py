@@ -61,7 +61,7 @@ class Args:
 
     # Environment
     env_id: str = "HalfCheetah-v5"  # Gymnasium id, also module:Env-v0
-    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"continuous": true}'
+    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"gravity": -5}'
     total_timesteps: int = 1_000_000  # steps over all environments and processes
     num_envs: int = 16  # environments per process [D1]
     num_steps: int = 64  # steps per environment in a rollout [D1]
@@ -92,7 +92,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    share_network: bool = False  # one network for actor and critic, or one each [D13]
+    share_network: bool = False  # one network for actor and critic, or one each [D13, D26]
     hidden: tuple[int, ...] = (64, 64)  # widths of the hidden layers [D26]
     activation: Literal["tanh", "relu"] = "tanh"  # of the hidden layers [D26]
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
@@ -294,7 +294,7 @@ class Agent(nn.Module):
             self.rnn = layer_init(layer(features, args.rnn_hidden), 1.0, args)
             self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights
             features = args.rnn_hidden
-        shared, own = (args.hidden, ()) if args.share_network else ((), args.hidden)  # [D13]
+        shared, own = (args.hidden, ()) if args.share_network else ((), args.hidden)  # [D13, D26]
         self.trunk = mlp(features, shared, args)
         width, features = [features, *args.hidden][-1], [features, *shared][-1]
         self.actor = mlp(features, own, args)
@@ -385,11 +385,10 @@ def train_step(agent, opt, batch, rnn_states, index, coefs, losses):
         mb_advantages = mb["advantages"]
         if args.norm_adv:  # [D7]
             mb_advantages = (mb_advantages - mb_advantages.mean()) / (mb_advantages.std() + 1e-8)
-        # Policy loss [D8]
         logratio = newlogprob - mb["logprobs"]
         ratio = logratio.exp()
         clipped_ratio = ratio.clamp(1 - clip_coef, 1 + clip_coef)
-        pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()
+        pg_loss = -torch.min(ratio * mb_advantages, clipped_ratio * mb_advantages).mean()  # [D8]
         v_loss = ((newvalue - mb["returns"]) / agent.value_std).square()
         if args.clip_vloss:  # [D9]
             change = ((newvalue - mb["values"]) / agent.value_std).clamp(-clip_coef, clip_coef)
@@ -646,13 +645,14 @@ class RunLog:
         _, returns, lengths = np.mean(episodes, 0).tolist() if episodes else [np.nan] * 3
         charts = {"episodic_return": returns, "episodic_length": lengths, **charts}
         row = {"global_step": step, "seconds": progress["seconds"], **charts, **losses}
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
+        self.bar.update(step - self.bar.n)
         if self.metrics.tell() == 0:
+            self.bar.refresh()  # which update does after mininterval only
             print(*row, sep=",", file=self.metrics)
         print(*row.values(), sep=",", file=self.metrics)
         for name, value in (charts | losses).items():
             self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
-        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
-        self.bar.update(step - self.bar.n)
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
@@ -666,9 +666,9 @@ class RunLog:
 
     def finish(self, agent, progress, **more):
         self.bar.close()
-        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
+        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True, ndmin=1)
         summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
-                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
+                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"][len(rows) > 1 :]).item(),
                    **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])

@@ -97,8 +97,8 @@ class Args:
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
     learn_regret: bool = True  # maximize A*(s, a), an action's negative regret; the agent still sees rewards
-    privileged_critic: bool = True  # only the critic sees the time left and a hint of the task
-    tabular: bool = True  # reward by arm or cell as input; TabularMDP: a policy row per state
+    privileged_critic: bool = True  # only the critic sees time left and a hint of the task
+    tabular: bool = True  # reward by arm or cell as input; TabularMDP: policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
@@ -124,12 +124,11 @@ class Args:
     def check(self, default):
         """Raise UsageError unless all flags are in range, fit each other and, where they differ
         from `default`, are of use in this environment."""
-        numbers = {int: int, float: int | float, float | None: int | float | None}
         for field in fields(self):
-            value, kind = getattr(self, field.name), numbers.get(field.type)
-            low, high = RANGES.get(field.name, (1 if kind is int and field.default else 0, 10**12))
-            if kind and not (isinstance(value, kind) and (value is None or low <= value <= high)):
-                raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
+            name, value = field.name, getattr(self, field.name)
+            low, high = RANGES.get(name, (1 if field.type is int and field.default else 0, 10**12))
+            if field.type in (int, float, float | None) and value is not None and not low <= value <= high:
+                raise UsageError(f"{name} = {value} is not in range: {low} to {high}")
         M = self.num_minibatches
         if self.num_trials % M or self.num_trials * self.trial_length == M:
             raise UsageError(f"{M} minibatches (2+ steps) must divide {self.num_trials} trials")
@@ -786,13 +785,14 @@ class RunLog:
         _, returns, lengths = np.mean(episodes, 0).tolist() if episodes else [np.nan] * 3
         charts = {"episodic_return": returns, "episodic_length": lengths, **charts}
         row = {"global_step": step, "seconds": progress["seconds"], **charts, **losses}
+        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
+        self.bar.update(step - self.bar.n)
         if self.metrics.tell() == 0:
+            self.bar.refresh()  # which update does after mininterval only
             print(*row, sep=",", file=self.metrics)
         print(*row.values(), sep=",", file=self.metrics)
         for name, value in (charts | losses).items():
             self.writer.add_scalar(f"{'charts' if name in charts else 'losses'}/{name}", value, step)
-        self.bar.set_postfix_str(f"return {returns:.1f}" if episodes else "return -", False)
-        self.bar.update(step - self.bar.n)
 
     def save(self, **checkpoint):
         """Replace checkpoint.pt at once: a kill leaves the old one or the new one."""
@@ -806,9 +806,9 @@ class RunLog:
 
     def finish(self, agent, progress, **more):
         self.bar.close()
-        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True)
+        rows = np.genfromtxt(self.run_dir / "metrics.csv", delimiter=",", names=True, ndmin=1)
         summary = {"env_id": self.args.env_id, "seed": self.args.seed, "global_step": progress["global_step"],
-                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"]).item(),
+                   "seconds": progress["seconds"], "sps": np.median(rows["SPS"][len(rows) > 1 :]).item(),
                    **evaluate(agent, self.run_dir, progress["global_step"]), **more}
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], summary["global_step"])

@@ -35,7 +35,7 @@ def test_help_shows_every_flag_with_its_comment(script, main):
     text, docs = unboxed(main(script, "--help")[0]), flag_docs(module)
     assert list(docs) == [field.name for field in fields(module.Args)]
     for name, doc in docs.items():
-        assert len(re.sub(r"\[.*?\]", "", doc).split()) <= 13, f"{name}: {doc}"
+        assert len(re.sub(r"\[.*?\]", "", doc).split()) <= 12, f"{name}: {doc}"
         assert re.search(rf" --{name.replace('_', '-')}\b", text), name
         assert " ".join(doc.split()) in text, f"{name}: {doc}"
     assert "--resume runs/RUN" in text  # the docstring's commands
@@ -208,7 +208,7 @@ def test_every_number_has_a_range(script):
     assert len(numbers) > 20
     for name, kind in numbers.items():
         low, high = module.RANGES.get(name, (0, 10**12))
-        for value in (low - 1, high + 1, high - 0.5 if kind is int else math.nan):
+        for value in (low - 1, high + 1, high - 0.5 if kind is int and script in PPO_SCRIPTS else math.nan):
             with pytest.raises(module.UsageError, match=f"{name} = {value} is not in range: "):
                 replace(default, **{name: value}).check(*more)
 
@@ -273,7 +273,7 @@ def test_a_checkpoint_that_does_not_fit(finished, run_dir, refused):
     *((script, "losses", "policy_loss") for script in PPO_SCRIPTS), ("rl2_meta", "losses", "policy_loss"),
     ("muesli_cartpole", "losses", "losses"), ("muesli_cartpole", "obs", "obs"),
     ("muesli_cartpole", "next_obs", "next_obs"),
-    ("ppo_continuous", "raw_obs", "observations"), ("rl2_meta", "inputs", "policy_loss"),
+    ("ppo_continuous", "raw_obs", "observations"), ("rl2_meta", "obs", "observations"),
     *((script, "rewards", "rewards") for script in (PPO, "muesli_cartpole", "rl2_meta")),
 ])  # fmt: skip
 def test_what_is_not_finite_stops_the_run(script, part, name, main, tmp_path, monkeypatch):
@@ -336,6 +336,7 @@ def test_progress_is_a_line_every_half_minute(tmp_path, capsys, monkeypatch):
     log.writer.close()
     lines = [line for line in capsys.readouterr().err.splitlines() if "/6400 steps" in line]
     steps = [int(re.search(r"(\d+)/6400", line)[1]) for line in lines]
+    assert steps[:2] == [0, 64]  # the first iteration is shown at once
     assert max(later - step for step, later in pairwise(steps)) <= 3 * 64
     returns = [line.split("return ")[1].strip() for line in lines if "return" in line]
     assert set(returns) == {"-", "7.0"} and sorted(returns) == returns

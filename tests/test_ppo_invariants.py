@@ -249,6 +249,8 @@ def test_a_std_that_is_not_learned_is_constant_and_then_falls(tmp_path):
     log_std = torch.tensor([-1, -1, -1, -1, -1, -1.5, -2, -2.5])
     torch.testing.assert_close(entropy, Normal(0, log_std.exp()).entropy())
     torch.testing.assert_close(ppo.load_checkpoint(tmp_path / "run")[0]["agent"]["log_std"], log_std[-1:])
+    learned = watched_run(tmp_path / "learned", learn_std=True, **fixed).agent.log_std
+    assert 0 < abs(learned + 1) < 0.1
 
 PENDULUM = {"env_id": "Pendulum-v1", "target_kl": None, "learning_rate": 3e-3, "log_std_init": 0.5,
             "num_minibatches": 2}
