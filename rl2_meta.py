@@ -63,8 +63,8 @@ class Args:
     run_dir: str | None = None  # default: runs/{env_id}__{exp_name}__{seed}__{unix_time}
     resume: str | None = None  # run folder to resume; flags given again override its own
     evaluate: str | None = None  # run folder to evaluate instead of training
-    test_trials: int = 100_000  # of the meta-test, with greedy and with sampled actions each
-    test_every: int = 0  # iterations between meta-tests of a tenth of test_trials; 0: none
+    test_trials: int = 100_000  # of the meta-test, greedy and sampled each
+    test_every: int = 0  # iterations between meta-tests, a tenth as large; 0: none
     checkpoint_every: int = 0  # iterations; each resets the environments; 0: about 20 a run or fewer
 
     # Environment
@@ -83,7 +83,7 @@ class Args:
     anneal_lr: bool = True  # linearly to 0 [D4]
     adam_eps: float = 1e-5  # Adam's epsilon; PyTorch's default is 1e-8 [D3]
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
-    gamma: float | None = 1.0  # discount factor; None: 0.95, or 1 once an episode ended early
+    gamma: float | None = 1.0  # discount factor; None: 0.95, or 1 if episodes end early
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: returns of whole trials (no GAE) [D5]
     num_minibatches: int = 4  # per epoch, of whole trials [D6, D35]
     update_epochs: int = 1  # maximum epochs per rollout [D6]
@@ -97,12 +97,12 @@ class Args:
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
     learn_regret: bool = True  # maximize A*(s, a), an action's negative regret; the agent still sees rewards
-    privileged_critic: bool = True  # only the critic sees time left and a hint of the task
-    tabular: bool = True  # reward by arm or cell as input; TabularMDP: policy row per state
+    privileged_critic: bool = True  # the critic sees the time left and a hint of the task
+    tabular: bool = True  # reward by arm or cell as input; MDP: policy row per state
     share_network: bool = True  # one network for actor and critic, or one each [D13]
     rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
-    chrono_init: bool = True  # units that remember for 2 to T steps (Tallec and Ollivier 2018)
+    chrono_init: bool = True  # initial memories of 2 to T steps (Tallec and Ollivier 2018)
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
     learn_std: bool = True  # learn the std, one for all states [D24]
 
@@ -114,7 +114,7 @@ class Args:
     track: bool = False  # log to Weights & Biases, too
     wandb_project_name: str = "rl2"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-    capture_video: bool = False  # record the first greedy trial of the meta-test (simulators)
+    capture_video: bool = False  # record the first greedy trial (simulators)
 
     @property
     def trial_length(self):
