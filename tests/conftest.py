@@ -99,14 +99,14 @@ def run_dir(finished, tmp_path):
 @pytest.fixture
 def main(tmp_path, monkeypatch, capsys):
     """Function that calls a script's main in tmp_path, to that exit status. Returns stdout, stderr."""
-    def call_main(script, flags, status=0):
+    def call_main(script, flags, status=0, run=lambda main: main()):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(flags)])
         capsys.readouterr()
         code = 0
         try:
-            importlib.import_module(script).main()
+            run(importlib.import_module(script).main)
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
@@ -197,7 +197,7 @@ def trained(run_dir, env_id=None, script=ppo, **flags):
     envs.close()
     return agent, summary
 
-def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, checkpoint=None, **flags):
+def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
 
     Returns the agent, all rollouts (the uncounted first included) and the losses after each step."""
@@ -215,7 +215,7 @@ def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, check
 
     with (patch.object(script, "rollout", watched_rollout), patch.object(script, "train_step", watched_step),
           patch.object(script, "evaluate", lambda *_: {"eval_mean": 0.0})):
-        script.train(small_args(env_id, script, run_dir=str(run_dir), **flags), checkpoint)
+        script.train(small_args(env_id, script, run_dir=str(run_dir), **flags))
     return seen
 
 @pytest.fixture

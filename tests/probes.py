@@ -218,5 +218,4 @@ ENVIRONMENTS = {
     "ShownWords-v0": (Shown, {"observation_space": Sequence(Box(0, 9, (2,), int))}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():
-    if name not in gym.registry:
-        gym.register(name, entry_point, kwargs=kwargs, max_episode_steps=5 if name == "Forever-v0" else None)
+    gym.register(name, entry_point, kwargs=kwargs, max_episode_steps=5 if name == "Forever-v0" else None)

@@ -3,7 +3,7 @@
 A simulation is compared with an exact value within 4 of its standard errors, with a published score of 1000
 trials (Duan et al. 2016) within 4 of both together."""
 
-import sys
+import shlex
 from functools import cache, partial
 
 import ablations
@@ -22,19 +22,10 @@ import rl2_meta as rl2
 
 
 @pytest.fixture
-def call(monkeypatch, capsys):
-    """Function that calls a benchmark's main, which must exit with that status. Returns what it printed."""
-
+def call(main):
+    """Function that calls a benchmark's main, to that exit status. Returns what it printed."""
     def call_main(module, *words, status=0):
-        monkeypatch.setattr(sys, "argv", [f"{module.__name__}.py", *map(str, words)])
-        code = 0
-        try:
-            tables.run(module.main)
-        except SystemExit as stop:
-            code = stop.code
-        out, err = capsys.readouterr()
-        assert code == status, err
-        return err if status else out
+        return main(module.__name__, shlex.join(map(str, words)), status, tables.run)[status > 0]
 
     return call_main
 

@@ -9,7 +9,6 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-import torch
 from conftest import PPO, ROOT, SHORT, finished_ppo, flat, load, read_metrics, run_python
 from tqdm import tqdm
 
@@ -113,7 +112,6 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
     assert changed == {"total_timesteps", "ent_coef", "anneal_lr", "resume"}
     assert after["progress"]["iteration"] == 6
     assert after["opt"]["bias"][1] > before["opt"]["bias"][1]  # Adam's averages continue
-    assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
     assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
 
 @pytest.mark.parametrize("finished", ["rl2_meta"], indirect=True)
@@ -137,7 +135,6 @@ def test_a_run_that_stopped_early(tmp_path, main):
     steps = [summary["global_step"] for summary in seen]
     assert 0 < steps[0] == steps[1] < 600 <= steps[2]
     assert len({summary["solved_at"] for summary in seen}) == 1
-    main(script, "--evaluate run")
 
 @pytest.mark.parametrize(("script", "steps", "flags"), [
     (PPO, 1_000, ""), ("ppo_atari", 10_000, ""), ("muesli_cartpole", 1_000, ""),

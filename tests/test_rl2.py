@@ -42,7 +42,8 @@ def test_a_bandit():
     assert probs.square().mean().item() == pytest.approx(1 / 3, abs=0.005)
     chosen = probs[torch.arange(20_000), action]
     for _ in range(10):
-        _, _, reward, done, advantage = tasks.step(action)
+        obs, _, reward, done, advantage = tasks.step(action)
+        assert torch.equal(obs, one_hot(action, 5) * reward[:, None])  # the reward in its arm's place
         assert torch.equal(advantage, chosen - probs.amax(1)) and done.all()
         assert torch.equal(reward, reward.square())
         assert ((reward - chosen) * chosen).mean().item() == pytest.approx(0, abs=0.01)
@@ -97,9 +98,6 @@ def test_hints_and_advantages_of_an_mdp_are_those_of_optimal_play():
         expected = q_value(True, steps)[trials, state, action] - value(True, steps)[trials, state]
         torch.testing.assert_close(advantage, expected, rtol=1e-3, atol=1e-3)
     assert not hint.any()
-    references = rl2.REFERENCES["TabularMDP", 10, 5]
-    for best, name in ((True, "task known"), (False, "random")):
-        assert 10 * value(best, 10)[:, 0].mean().item() == pytest.approx(references[name], abs=4)
 
 @pytest.mark.parametrize(("env_id", "plain_id", "options"), [
     ("HalfCheetahDir", "HalfCheetah-v5", {"ctrl_cost_weight": 0.05}),
@@ -149,8 +147,7 @@ def set_mass(env, rng):
 sys.modules["samplers"] = SimpleNamespace(
     nothing_that_matters=lambda env, rng: setattr(env, "masscart", rng.uniform(0.5, 2)),
     typo=lambda env, rng: setattr(env, "mascart", rng.uniform(0.5, 2)),
-    returns=lambda env, rng: env, fails=lambda env, rng: {}["no_mass"],
-    word=lambda env, rng: setattr(env, "gravity", "9.8"),
+    returns=lambda env, rng: env, word=lambda env, rng: setattr(env, "gravity", "9.8"),
     relative=lambda env, rng: setattr(env, "total_mass", env.total_mass * rng.uniform(0.5, 1.5)),
     length=lambda env, rng: setattr(env, "length", int(rng.integers(1, 6))))
 
@@ -165,8 +162,6 @@ def test_a_sampler_sets_a_task_for_each_trial():
 @pytest.mark.parametrize(("sampler", "words"), [
     ("typo", r"sets new \['mascart'\]"),
     ("returns", "that CartPole-v1 has and return nothing"),
-    ("nothing", "has no attribute 'nothing'"),
-    ("fails", "no_mass"),
     ("word", "can't multiply"),
 ])  # fmt: skip
 def test_bad_task_samplers(sampler, words):
@@ -184,13 +179,17 @@ def test_tasks_that_are_alike_or_depend_on_others_are_warned_of(recwarn):
     assert not recwarn.list
 
 @pytest.mark.parametrize(("length", "gamma"), [(100, 1.0), (5, 0.95)])  # it takes eight steps to fall
-def test_discount_where_episodes_end_early(length, gamma, tmp_path, spy):
+def test_discount_and_length_where_episodes_end_early(length, gamma, tmp_path, spy):
+    """The length of a trial is that of its episodes, not of the T steps that are played."""
     calls = spy(rl2, "gae_over_trial")
     flags = CART | {"gamma": None, "episode_length": length, "total_timesteps": 16 * length}
-    watched_run(tmp_path / "run", script=rl2, **flags)
+    seen = watched_run(tmp_path / "run", script=rl2, **flags)
     assert {found for (*_, found, _), _ in calls} == {gamma}
     for (rewards, values, *_), _ in calls:
         assert not values[rewards == 0].any()  # after a trial's last episode
+    lengths = [data["counted"].sum(0).float().mean().item() for data, _ in seen.rollouts]
+    assert [float(row["episodic_length"]) for row in read_metrics(tmp_path / "run")] == lengths
+    assert (max(lengths) < 2 * length) == (length == 100)
 
 @pytest.mark.parametrize("flags", [{}, {"tabular": False}, MDP | {"learn_regret": True}, VELOCITY])
 def test_inputs_are_the_observation_and_the_step_before(flags):
@@ -206,11 +205,6 @@ def test_inputs_are_the_observation_and_the_step_before(flags):
     expected = torch.cat([data["obs"], before[0], before[1][..., None], before[2][..., None]], -1)
     assert torch.equal(data["inputs"], expected.float())
     assert data["dones"].sum(0).eq(agent.args.episodes_per_trial).all() and data["dones"][-1].all()
-
-def test_a_bandits_reward_is_observed_in_its_arms_place():
-    tasks, agent, _ = small_agent()
-    obs, arm, reward, _ = rl2.rollout(tasks, agent)[0]["inputs"].split([5, 5, 1, 1], -1)
-    assert torch.equal(obs, arm * reward) and obs.any()
 
 def test_cells_of_a_table():
     """After the state come the state and action before, as one of 50 cells, and the same times the reward."""
@@ -399,13 +393,6 @@ def test_train_anneals_shuffles_and_stops_its_epochs(on, tmp_path):
     returns = torch.cat([batch["returns"] for batch in batches[::size]])
     expected = returns.std() if on else torch.ones(())
     torch.testing.assert_close(seen.agent.value_std, expected, rtol=1e-2, atol=1e-3)
-
-def test_the_length_of_a_trial_is_that_of_its_episodes(tmp_path):
-    """Not of the T steps that are played, where episodes end early."""
-    seen = watched_run(tmp_path / "run", script=rl2, **CART, total_timesteps=1280)
-    lengths = [data["counted"].sum(0).float().mean().item() for data, _ in seen.rollouts]
-    assert [float(row["episodic_length"]) for row in read_metrics(tmp_path / "run")] == lengths
-    assert max(lengths) < 80
 
 def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path, spy):
     """Only the two meta-tests at the end share theirs."""
