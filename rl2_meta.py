@@ -719,7 +719,7 @@ def evaluate(agent, run_dir, global_step):
                     f"{key}_mean": mean[0], f"{key}_se": se[0],
                     f"{prefix}episode_returns": mean[1:], f"{prefix}episode_returns_se": se[1:]}
         shown = [i for i in (1, 2, 3, 5, 10, 25, 50, 100, 250, 500) if i <= n]
-        print(f"  return {mean[0]:.3f} +- {se[0]:.3f}, by episode "
+        print(f"  return {mean[0]:.3f} +- {se[0]:.3f} (standard error), by episode "
               + ", ".join(f"{i}: {mean[i]:.3f}" for i in shown))
         if args.env_id in ("HalfCheetahDir", "AntDir"):
             summary[f"{key}_goals"] = [rows[0, i % num_trials :: 2].mean().item() for i in (0, 1)]
