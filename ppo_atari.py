@@ -441,7 +441,7 @@ def train(args, checkpoint=None):
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
+        raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size} steps")
     # A checkpoint resets the environments: more of them would cut most games.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 10_000 // args.num_steps)
     if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
@@ -517,7 +517,6 @@ def train(args, checkpoint=None):
 def evaluate(agent, run_dir, global_step):
     """Play full games, one per environment, with deterministic, then with sampled actions.
     Raw scores, own seeds. Returns the numbers for summary.json."""
-    agent.eval()
     args, N = agent.args, agent.args.eval_episodes
     summary = {"eval_episodes": N}
     for name, kind, noise in (("eval", "deterministic", 0), ("eval_sampled", "sampled", 1)):

@@ -474,7 +474,7 @@ def train(args, checkpoint=None):
     progress |= checkpoint["progress"] if checkpoint else {}
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps leaves no rollout of {batch_size} steps")
+        raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size} steps")
     limit = max(1_000, envs.unwrapped.envs[0].spec.max_episode_steps or 0)  # a checkpoint cuts episodes
     save_every = args.checkpoint_every or max(num_iterations // 20, -(-limit // args.num_steps))
     if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes

@@ -131,7 +131,7 @@ BAD_FLAGS = {
         ("--num-minibatches 4 --rnn gru", "4 minibatches (2+ steps) must divide 2 sequences"),
         ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
         ("--rnn gru --rnn-seq-len 5", "sequences, rnn_seq_len num_steps"),
-        ("--total-timesteps 31", "total_timesteps leaves no rollout of 32 steps"),
+        ("--total-timesteps 31", "total_timesteps = 31 leaves no rollout of 32 steps"),
     ],
     "ppo_atari": [
         ("--env-id Brekout", "Brekout is no single-player game of ALE; close names: ['breakout'"),
@@ -140,7 +140,7 @@ BAD_FLAGS = {
         ("--rnn lstm --no-share-network", "an RNN needs share_network"),
         ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
         ("--noop-max 2147483647", "noop_max = 2147483647 is not in range: 0 to 1000"),
-        ("--total-timesteps 31", "total_timesteps leaves no rollout of 32 steps"),
+        ("--total-timesteps 31", "total_timesteps = 31 leaves no rollout of 32 steps"),
     ],
     "muesli_cartpole": [
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
@@ -230,7 +230,7 @@ def change(path, part, **values):
     (lambda path: path.write_bytes(b"noise"), "--resume run", "'run' holds no run of this script: "),
     (lambda path: torch.save([1, 2], path), "--resume run", "'run' holds no run of this script: "),
     (None, "--resume run --num-minibatches 3", "must divide 32 sequences"),
-    (None, "--resume run --total-timesteps 64", "total_timesteps leaves no rollout of 32 steps"),
+    (None, "--resume run --total-timesteps 64", "total_timesteps = 64 leaves no rollout of 32 steps"),
     (None, f"{SHORT[PPO]} --run-dir run", "File exists: 'run'"),
     (None, f"{SHORT[PPO]} --run-dir run/args.json/new", "Not a directory: 'run/args.json/new'"),
 ])  # fmt: skip
