@@ -197,7 +197,7 @@ def trained(run_dir, env_id=None, script=ppo, **flags):
     envs.close()
     return agent, summary
 
-def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, **flags):
+def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, checkpoint=None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
 
     Returns the agent, all rollouts (the uncounted first included) and the losses after each step."""
@@ -215,7 +215,7 @@ def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, **fla
 
     with (patch.object(script, "rollout", watched_rollout), patch.object(script, "train_step", watched_step),
           patch.object(script, "evaluate", lambda *_: {"eval_mean": 0.0})):
-        script.train(small_args(env_id, script, run_dir=str(run_dir), **flags))
+        script.train(small_args(env_id, script, run_dir=str(run_dir), **flags), checkpoint)
     return seen
 
 @pytest.fixture

@@ -107,6 +107,30 @@ def test_flags_win_over_presets(script, flags, preset, values, args_of):
     assert args.preset == preset
     assert {name: getattr(args, name) for name in values} == values
 
+# ------------------------------------------------------------------------------------------------ the README
+
+README = (ROOT / "README.md").read_text()
+COMMANDS = re.findall(r"^(?:python|torchrun .*?) (\w+)\.py(.*?)(?:  #.*)?$", README, re.MULTILINE)
+
+def test_commands_of_the_readme_are_understood(args_of):
+    new_runs = [(script, flags) for script, flags in COMMANDS
+                if script in SCRIPTS and not re.search("--(help|evaluate|resume)|corridor", flags)]
+    assert {script for script, _ in new_runs} == {*SCRIPTS}
+    for script, flags in new_runs:
+        assert f"--env-id {args_of(script, flags).env_id}" in flags
+
+def test_code_of_the_readme_runs(main, tmp_path):
+    """An environment of one's own, and a trained agent in a program of one's own."""
+    corridor, program = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "corridor.py").write_text(corridor)
+    command, = (flags for _, flags in COMMANDS if "corridor" in flags)
+    out, _ = main(PPO, f"{command} --total-timesteps 2048 --no-compile")
+    assert "corridor:Corridor-v0 after 2,048 steps: 10 episodes up to 100 steps" in out
+    main(PPO, f"{SHORT[PPO]} --env-id Pendulum-v1 --run-dir runs/pendulum")
+    names = {}
+    exec(program, names)
+    assert names["state"].obs.shape == (1, 3) and names["reward"].item() < 0
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 gym.register("NoLimit-v0", gym.spec("CartPole-v1").entry_point)

@@ -28,6 +28,7 @@ def weights_that_move(monkeypatch):
     monkeypatch.setattr(torch.nn.RNNBase, "flatten_parameters", move)
 
 @pytest.mark.parametrize("script, env_id, flags", [
+    (ppo, "CartPole-v1", {"share_network": True}),
     (ppo, "Hopper-v5", {"learn_std": True}),
     (ppo, "Hopper-v5", {"rnn": "gru"}),
     (ppo, "Hopper-v5", {"rnn": "lstm", "rnn_seq_len": 4}),
@@ -39,7 +40,7 @@ def weights_that_move(monkeypatch):
 ], ids=in_words)  # fmt: skip
 @pytest.mark.usefixtures("weights_that_move")
 def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
-    """Of two rollouts with updates in between.
+    """Of two rollouts with updates in between, and of a third after a resume.
 
     bf16 rounds to 8 bits, and a minibatch of another size adds up in another order: 1 % of a probability."""
     tolerance = 1e-2 if "precision" in flags else 1e-4
@@ -58,12 +59,19 @@ def test_first_minibatch_has_ratio_1(script, env_id, flags, tmp_path):
             torch.testing.assert_close(value, mb["values"], rtol=tolerance, atol=tolerance)
         steps.append(weights(agent))
 
-    flags["total_timesteps"] = 2 * num_steps * flags.get("num_envs", 4)
-    seen = watched_run(tmp_path / "run", env_id, script, on_step, **flags)
-    assert len(steps) == len(seen.losses) == 2 * steps_per_rollout
-    assert any(data["dones"][:-1].any() for data, *_ in seen.rollouts)
-    for i in (0, steps_per_rollout):
-        assert abs(seen.losses[i][kl]) < tolerance**2 + 1e-7 < seen.losses[i + steps_per_rollout - 1][kl]
+    losses, rollouts, checkpoint = [], [], None
+    batch_size = num_steps * flags.get("num_envs", 4)
+    for total_timesteps in (2 * batch_size, 3 * batch_size):
+        flags["total_timesteps"] = total_timesteps
+        seen = watched_run(tmp_path / "run", env_id, script, on_step, checkpoint, **flags)
+        losses += seen.losses
+        rollouts += seen.rollouts
+        checkpoint, _ = script.load_checkpoint(tmp_path / "run")
+        flags["resume"] = str(tmp_path / "run")
+    assert len(steps) == len(losses) == 3 * steps_per_rollout
+    assert any(data["dones"][:-1].any() for data, *_ in rollouts)
+    for i in range(0, len(steps), steps_per_rollout):
+        assert abs(losses[i][kl]) < tolerance**2 + 1e-7 < losses[i + steps_per_rollout - 1][kl]
         assert not torch.equal(steps[i], steps[i + 1])
 
 # ------------------------------------------------------------------------------------------------- recurrence
@@ -195,17 +203,15 @@ def test_the_critics_unit_is_the_std_of_all_returns(script, tmp_path):
 # ----------------------------------------------------------------------------------------- the flags of train
 
 @both_scripts
-@pytest.mark.parametrize("anneal_clip", [True, False])
-def test_rate_and_clip_range_fall_linearly(script, anneal_clip, tmp_path):
+def test_rate_and_clip_range_fall_linearly(script, tmp_path):
     steps = []
     watched_run(tmp_path / "run", ENV_ID[script], script, lambda *args: steps.append(args[5]),
-                total_timesteps=256, anneal_clip=anneal_clip, learning_rate=1e-3, clip_coef=0.2, ent_coef=0.1,
+                total_timesteps=256, anneal_clip=True, learning_rate=1e-3, clip_coef=0.2, ent_coef=0.1,
                 vf_coef=0.7, target_kl=None)
     rates = [float(row["learning_rate"]) for row in read_metrics(tmp_path / "run")]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
     for i, rate in enumerate(rates):
-        clip_coef = 200 * rate if anneal_clip else 0.2
-        assert steps[8 * i].tolist() == pytest.approx([rate, clip_coef, 0.1, 0.7])
+        assert steps[8 * i].tolist() == pytest.approx([rate, 200 * rate, 0.1, 0.7])
 
 @both_scripts
 def test_epochs_stop_after_the_first_whose_mean_kl_exceeds_the_target(script, tmp_path):
@@ -236,20 +242,76 @@ def test_a_std_that_is_not_learned_is_constant_and_then_falls(tmp_path):
     learned = watched_run(tmp_path / "learned", learn_std=True, **fixed).agent.log_std
     assert 0 < abs(learned + 1) < 0.1
 
-@pytest.mark.parametrize("script, base, flip, changes", [
-    (ppo, {"env_id": "Pendulum-v1"}, {"seed": 2}, True), (atari, {"env_id": "Squares"}, {"seed": 2}, True),
-    (ppo, {"env_id": "Pendulum-v1"}, {"activation": "relu"}, True),
-    (ppo, {"env_id": "Masked-v0"}, {"mask_actions": False}, True),
-    (ppo, {"env_id": "Pendulum-v1"}, {"clip_reward": 0.1, "clip_obs": 0.0}, False),  # nothing to clip
-], ids=in_words)  # fmt: skip
-def test_a_flag_changes_the_first_rollout_or_nothing(script, base, flip, changes, tmp_path, monkeypatch):
+PENDULUM = {"env_id": "Pendulum-v1", "target_kl": None, "learning_rate": 3e-3, "log_std_init": 0.5,
+            "num_minibatches": 2}
+CLIPPED = PENDULUM | {"clip_coef": 0.02}
+HOPPER = PENDULUM | {"env_id": "Hopper-v5"}
+REWARDS = PENDULUM | {"norm_reward": True}
+MASKED = {"env_id": "Masked-v0", "target_kl": None}
+GRU = {"env_id": "CartPole-v1", "rnn": "gru", "num_steps": 32, "total_timesteps": 256, "num_minibatches": 2}
+SQUARES = {"env_id": "Squares", "learning_rate": 3e-3, "num_minibatches": 2, "clip_coef": 0.02}
+SQUARES_GRU = SQUARES | {"rnn": "gru"}
+COMMON = [
+    {"learning_rate": 1e-3}, {"anneal_lr": False}, {"adam_eps": 1e-3}, {"gamma": 0.9}, {"gae_lambda": 0.5},
+    {"num_minibatches": 4}, {"update_epochs": 3}, {"norm_adv": False}, {"clip_coef": 0.1},
+    {"anneal_clip": True}, {"ent_coef": 0.1}, {"vf_coef": 0.1}, {"max_grad_norm": 0.0},
+    {"target_kl": 1e-6}, {"checkpoint_every": 1}]  # fmt: skip
+OF_UPDATES = [
+    *((ppo, CLIPPED | {"learn_std": True}, flip) for flip in COMMON),
+    *((atari, SQUARES, flip) for flip in COMMON),
+    (ppo, PENDULUM, {"recompute_adv": False}), (atari, SQUARES, {"recompute_adv": True}),
+    (ppo, PENDULUM, {"norm_value": False}), (atari, SQUARES, {"norm_value": True}),
+    (ppo, CLIPPED, {"clip_vloss": True}), (atari, SQUARES, {"clip_vloss": False}),
+    (ppo, LIMITED[ppo], {"truncation_bootstrap": False}),
+    (atari, LIMITED[atari], {"truncation_bootstrap": False}), (ppo, GRU, {"rnn_seq_len": 8}),
+    (ppo, GRU, {"rnn_seq_len": 1}), (atari, SQUARES_GRU, {"rnn_seq_len": 4}),
+]  # fmt: skip
+OF_ROLLOUTS = [
+    (ppo, PENDULUM, {"seed": 2}), (ppo, HOPPER, {"clip_actions": False}),
+    (ppo, PENDULUM, {"scale_actions": False}), (ppo, PENDULUM, {"norm_obs": False}),
+    (ppo, PENDULUM, {"clip_obs": 0.5}), (ppo, PENDULUM, {"norm_reward": True}),
+    (ppo, REWARDS, {"clip_reward": 0.1}), (ppo, PENDULUM, {"ortho_init": False}),
+    (ppo, PENDULUM, {"activation": "relu"}), (ppo, PENDULUM, {"log_std_init": 0.0}),
+    (ppo, PENDULUM, {"tanh_mean": True}),
+    (ppo, PENDULUM, {"env_kwargs": '{"g": 1.0}'}), (ppo, GRU, {"rnn_reset": False}),
+    (ppo, MASKED, {"mask_actions": False}), (atari, SQUARES, {"seed": 2}),
+    (atari, SQUARES, {"episodic_life": False}), (atari, SQUARES, {"fire_reset": False}),
+    (atari, SQUARES, {"sign_rewards": False}), (atari, SQUARES, {"scale_obs": False}),
+    (atari, SQUARES, {"ortho_init": False}), (atari, SQUARES_GRU, {"rnn_reset": False}),
+]  # fmt: skip
+NO_EFFECT = [
+    (ppo, PENDULUM, {"clip_reward": 0.1, "clip_obs": 0.0}),  # no normalized rewards, no observation beyond 10
+    (ppo, PENDULUM, {"truncation_bootstrap": False}),  # no episode ends
+    (ppo, PENDULUM, {"rnn_seq_len": 4, "rnn_hidden": 8, "rnn_reset": False}),
+    (ppo, PENDULUM, {"mask_actions": False, "exp_name": "other", "eval_episodes": 1, "checkpoint_every": 2}),
+    (atari, SQUARES, {"truncation_bootstrap": False, "rnn_seq_len": 4, "exp_name": "other"}),
+]  # fmt: skip
+
+@pytest.fixture(scope="module")
+def two_iterations(tmp_path_factory):
+    """Function that gives the first rollout and the weights at the end; it trains once a setting."""
+    done = {}
+
+    def run(script, flags):
+        key = str((script, sorted(flags.items())))
+        if key not in done:
+            seen = watched_run(tmp_path_factory.mktemp("run") / "run", script=script, **flags)
+            done[key] = seen.rollouts[-2][0], weights(seen.agent)
+        return done[key]
+
+    return run
+
+@pytest.mark.parametrize("changed, script, base, flip", [
+    *(("weights", *x) for x in OF_UPDATES), *(("rollout", *x) for x in OF_ROLLOUTS),
+    *(("nothing", *x) for x in NO_EFFECT)], ids=in_words)
+def test_a_flag_changes_what_it_names_and_nothing_else(changed, script, base, flip, two_iterations,
+                                                       monkeypatch):
+    """The first rollout already, or only the weights after two, or nothing."""
     monkeypatch.setattr(probes.Masked, "forbid", "mask_actions" not in flip)
-    one, two = (watched_run(tmp_path / name, script=script, **base | more)
-                for name, more in (("one", {}), ("two", flip)))
-    before, after = one.rollouts[-2][0], two.rollouts[-2][0]
+    (one, weights_one), (two, weights_two) = two_iterations(script, base), two_iterations(script, base | flip)
     names = ("obs", "actions", "logprobs", "values", "rewards", "dones", "mask")
-    assert all(torch.equal(before[name], after[name]) for name in names) != changes
-    assert torch.equal(weights(one.agent), weights(two.agent)) != changes
+    assert all(torch.equal(one[name], two[name]) for name in names) == (changed != "rollout")
+    assert torch.equal(weights_one, weights_two) == (changed == "nothing")
 
 # -------------------------------------------------------------------------- statistics, actions, evaluation
 

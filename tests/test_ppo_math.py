@@ -51,6 +51,14 @@ def test_gae_is_the_double_sum(gamma, gae_lambda):
         expected = brute_force_advantages(rewards, values, *(0 * x for x in ends), gamma, gae_lambda)
         torch.testing.assert_close(rl2.gae_over_trial(rewards, values, gamma, gae_lambda), expected)
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_rewards_1_2_3_with_gamma_a_tenth_return_1_23(ends):
+    rewards, zeros = torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1)
+    dones = torch.tensor([[0.0], [0.0], [float(ends)]])
+    last_value = torch.full((1, 1), 100.0 * ends)  # of another episode, or 0
+    returns = ppo.compute_gae(rewards, zeros, last_value, zeros, dones, gamma=0.1, gae_lambda=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[1.23], [2.3], [3.0]]))
+
 # --------------------------------------------------------------------------------- statistics, normalization
 
 @pytest.mark.parametrize("offset", [0.0, 1e6])
