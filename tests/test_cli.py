@@ -243,6 +243,9 @@ def test_a_missing_package_is_one_sentence(script, package, flags, refused, monk
     monkeypatch.setitem(sys.modules, package, None)
     assert package in refused(script, f"{SHORT[script]} {flags}")
 
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
 def change(path, part, **values):
     checkpoint = torch.load(path, weights_only=True)
     checkpoint[part] |= values
@@ -251,6 +254,7 @@ def change(path, part, **values):
 @finished_ppo
 @pytest.mark.parametrize(("spoil", "flags", "words"), [
     (Path.unlink, "--resume run", "'run' holds no run of this script: [Errno 2]"),
+    (truncate, "--resume run", "'run' holds no run of this script: "),
     (lambda path: path.write_bytes(b"noise"), "--resume run", "'run' holds no run of this script: "),
     (lambda path: torch.save([1, 2], path), "--resume run", "'run' holds no run of this script: "),
     (None, "--resume run --num-minibatches 3", "must divide 32 sequences"),

@@ -96,6 +96,14 @@ def test_support_holds_its_bounds_and_zero(low, high, bins):
     logits = (muesli.two_hot(muesli.signed_hyperbolic(value), support) + 1e-12).log()
     torch.testing.assert_close(agent.scalar(logits), value, rtol=1e-3, atol=1e-3)
 
+@pytest.mark.parametrize("clip", [0.5, 1.0, 3.0])
+def test_cmpo_moves_at_most_tanh_of_half_the_clip(clip):
+    """It does: two actions, clipped on either side, at the worst prior."""
+    share = 1 / (1 + math.exp(clip))
+    prior, advantages = torch.tensor([share, 1 - share]), torch.tensor([9.0, -9.0])
+    change = muesli.cmpo(prior, advantages, small_args(cmpo_clip=clip)) - prior
+    assert change.tolist() == pytest.approx([math.tanh(clip / 2), -math.tanh(clip / 2)], rel=1e-5)
+
 def test_sampled_cmpo_leaves_one_out():
     """A prior that always takes one action: N equal samples of gain g have weight g N / (1 + (N - 1) g)."""
     args, gain = small_args(cmpo="sampled", cmpo_samples=4), math.exp(0.5)

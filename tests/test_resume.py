@@ -9,6 +9,7 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
+import torch
 from conftest import PPO, ROOT, SHORT, finished_ppo, flat, load, read_metrics, run_python
 from tqdm import tqdm
 
@@ -112,6 +113,7 @@ def test_flags_that_are_given_again_override_those_of_the_run(finished, run_dir,
     assert changed == {"total_timesteps", "ent_coef", "anneal_lr", "resume"}
     assert after["progress"]["iteration"] == 6
     assert after["opt"]["bias"][1] > before["opt"]["bias"][1]  # Adam's averages continue
+    assert not torch.equal(after["opt"]["params"], before["opt"]["params"])
     assert [float(row["learning_rate"]) for row in read_metrics(run_dir)[len(rows) :]] == [3e-4] * 2
 
 @pytest.mark.parametrize("finished", ["rl2_meta"], indirect=True)
