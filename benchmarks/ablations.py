@@ -5,7 +5,8 @@
 
 Each training is added to the table when it ends; those in the table are not repeated, those that were
 interrupted are resumed. Effects are differences of means between a setting and the study's first, with
-95 % intervals from 10,000 bootstrap samples of both groups of seeds.
+95 % intervals from 10,000 bootstrap samples of both groups of seeds; over several tasks, differences of
+their mean returns in percent of each task's first setting.
 """
 
 import shutil
@@ -160,6 +161,19 @@ def group(rows, study):
     return {env_id: {name: values for name, values in settings.items() if values}
             for env_id, settings in groups.items() if any(settings.values())}
 
+def over_tasks(groups):
+    """{setting: a value per seed}: percent of the first setting's mean, over tasks with all seeds."""
+    seeds = max(len(values) for settings in groups.values() for values in settings.values())
+    shares = []
+    for settings in groups.values():
+        if len(settings) > 1 and all(len(values) == seeds for values in settings.values()):
+            base = np.mean(next(iter(settings.values())))
+            shares.append({name: 100 * np.array(values) / base for name, values in settings.items()})
+    if len(shares) < 2:
+        return {}
+    return {name: np.mean([of_task[name] for of_task in shares], 0)
+            for name in shares[0] if all(name in of_task for of_task in shares)}
+
 def effects(settings):
     """{setting: (difference of means to the first setting, low, high)}; of one seed low and high are NaN."""
     random = np.random.default_rng(0)
@@ -226,6 +240,8 @@ def main():
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)
+    if means := over_tasks(groups):
+        groups["mean of tasks, %"] = means
     show(groups, study.digits)
     if args.output:
         draw(groups, args.output)
