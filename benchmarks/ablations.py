@@ -210,7 +210,9 @@ def draw(groups, path):
                 axis.plot(effect, y, "o", color=color, ms=5)
         axis.axvline(0, color="black", lw=0.8)
         first, values = next(iter(groups[env_id].items()))
-        axis.set(title=env_id, xlabel=f"effect; {first}: {np.mean(values):.0f}", yticks=range(len(names)))
+        seeds = min(map(len, groups[env_id].values()))
+        axis.set(title=env_id, xlabel=f"effect, {seeds} seeds; {first}: {np.mean(values):.0f}",
+                 yticks=range(len(names)))
         axis.set_yticklabels(names)
         axis.margins(y=0.02)
         axis.grid(alpha=0.3)
