@@ -163,7 +163,7 @@ def group(rows, study):
 
 def over_tasks(groups):
     """{setting: a value per seed}: percent of the first setting's mean, over tasks with all seeds."""
-    seeds = max(len(values) for settings in groups.values() for values in settings.values())
+    seeds = max((len(values) for settings in groups.values() for values in settings.values()), default=0)
     shares = []
     for settings in groups.values():
         if len(settings) > 1 and all(len(values) == seeds for values in settings.values()):
@@ -243,7 +243,7 @@ def main():
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)
     if means := over_tasks(groups):
-        groups["mean of tasks, %"] = means
+        groups["mean of complete tasks, %"] = means
     show(groups, study.digits)
     if args.output:
         draw(groups, args.output)
