@@ -35,7 +35,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.vector import AutoresetMode
 from torch import nn
@@ -205,7 +204,7 @@ def fire_mask(lost_life, agent):
 def mean_over_ranks(x):
     """Mean of a tensor over the processes of torchrun, in place [X2]."""
     if WORLD_SIZE > 1:
-        dist.all_reduce(x)
+        torch.distributed.all_reduce(x)
         x /= WORLD_SIZE
     return x
 
@@ -510,6 +509,8 @@ def train(args, checkpoint=None):
             if log:
                 log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt)
             env_state = reset_envs(envs, agent, args.seed, RANK, iteration)
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # gloo's threads can abort an exit before it
     return log.finish(agent, progress) if log else None
 
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm
@@ -587,7 +588,7 @@ def read_live(args, log, global_step):
             shared, changes = [args], f"nothing: {error}"
         tqdm.write(f"step {global_step}: {path.name} changes {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
-        dist.broadcast_object_list(shared)
+        torch.distributed.broadcast_object_list(shared)
     return shared[0]
 
 class RunLog:
@@ -666,8 +667,8 @@ def set_up_torch(args):
         device = torch.zeros(1, device=names.get(args.device, args.device)).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {args.device}: {error}") from error
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 def choose_precision(args, device):

@@ -32,7 +32,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -139,8 +138,7 @@ PRESETS = {
     "none": {},
     "Ant-v5": {"log_std_init": -1.5, "log_std_drop": 1.5},
     **{name: {"tanh_mean": True} for name in ("InvertedPendulum-v5", "InvertedDoublePendulum-v5")},
-    "LunarLander-v3": {"ent_coef": 0.01},
-    "MountainCarContinuous-v0": {"log_std_init": 0.5},
+    "LunarLander-v3": {"ent_coef": 0.01}, "MountainCarContinuous-v0": {"log_std_init": 0.5},
     "Swimmer-v5": {"num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
                    "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
                    "norm_value": False, "norm_reward": True},
@@ -225,7 +223,7 @@ def read_action_space(space, args):
 def mean_over_ranks(x):
     """Mean of a tensor over the processes of torchrun, in place [X2]."""
     if WORLD_SIZE > 1:
-        dist.all_reduce(x)
+        torch.distributed.all_reduce(x)
         x /= WORLD_SIZE
     return x
 
@@ -549,6 +547,8 @@ def train(args, checkpoint=None):
             if log:
                 log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt)
             env_state = reset_envs(envs, agent, args.seed, RANK, iteration)
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # gloo's threads can abort an exit before it
     return log.finish(agent, progress) if log else None
 
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm
@@ -609,7 +609,7 @@ def read_live(args, log, global_step):
             shared, changes = [args], f"nothing: {error}"
         tqdm.write(f"step {global_step}: {path.name} changes {changes}; only {sorted(LIVE_FLAGS)} can change")
     if WORLD_SIZE > 1:
-        dist.broadcast_object_list(shared)
+        torch.distributed.broadcast_object_list(shared)
     return shared[0]
 
 class RunLog:
@@ -688,8 +688,8 @@ def set_up_torch(args):
         device = torch.zeros(1, device=names.get(args.device, args.device)).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {args.device}: {error}") from error
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 def main():

@@ -38,7 +38,6 @@ from typing import Literal
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -146,8 +145,7 @@ SIMULATOR = {"rnn": "lstm", "chrono_init": False, "share_network": False, "gamma
              "episodes_per_trial": 2, "num_trials": 8, "update_epochs": 10, "target_kl": 0.03,
              "norm_obs": True, "learning_rate": 1e-3, "ent_coef": 0.0, "test_trials": 200}
 PRESETS = {
-    "none": {},
-    "hundred": LONG_TRIALS | {"episodes_per_trial": 100},  # pulls of a Bandit
+    "none": {}, "hundred": LONG_TRIALS | {"episodes_per_trial": 100},  # pulls of a Bandit
     "TabularMDP": LONG_TRIALS | {"rnn_hidden": 128, "learning_rate": 0.02, "gamma": 0.99, "gae_lambda": 0.9,
                                  "anneal_ent": False},
     "HalfCheetahDir": SIMULATOR | {"total_timesteps": 3_200_000},
@@ -348,7 +346,7 @@ def seed_tasks(tasks, *key):
 def mean_over_ranks(x):
     """Mean of a tensor over the processes of torchrun, in place [X2]."""
     if WORLD_SIZE > 1:
-        dist.all_reduce(x)
+        torch.distributed.all_reduce(x)
         x /= WORLD_SIZE
     return x
 
@@ -650,6 +648,8 @@ def train(args, checkpoint=None):
             if log:
                 log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt.state_dict())
             seed_tasks(tasks, args.seed, RANK, iteration)
+    if WORLD_SIZE > 1:
+        torch.distributed.destroy_process_group()  # gloo's threads can abort an exit before it
     return log.finish(agent, progress) if log else None
 
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm
@@ -828,8 +828,8 @@ def set_up_torch(args):
         device = torch.zeros(1, device=names.get(args.device, args.device)).device
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"device {args.device}: {error}") from error
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if WORLD_SIZE > 1:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     return device
 
 def main():

@@ -544,17 +544,16 @@ def test_a_number_that_changes_is_not_frozen_by_compilation(script, place, backe
 RANKS = """
 import importlib, os, sys, torch
 
-for line in open("commands.txt"):
-    script, *flags = line.split()
-    module, seen = importlib.import_module(script), []
-    def recorded(envs, agent, *args, rollout=module.rollout, seen=seen):
-        seen.append((agent, rollout(envs, agent, *args)))
-        return seen[-1][1]
-    module.rollout, sys.argv = recorded, [script, *flags]
-    module.main()
-    agent, (first, *_) = seen[0]
-    results = {"agent": agent.state_dict(), "obs": first["obs"]}
-    torch.save(results, f"{script}/rank{os.environ['RANK']}.pt")
+module, seen = importlib.import_module(sys.argv[1]), []
+def recorded(envs, agent, *args, rollout=module.rollout):
+    seen.append((agent, rollout(envs, agent, *args)))
+    return seen[-1][1]
+module.rollout = recorded
+del sys.argv[0]
+module.main()
+agent, (first, *_) = seen[0]
+results = {"agent": agent.state_dict(), "obs": first["obs"]}
+torch.save(results, f"{sys.argv[0]}/rank{os.environ['RANK']}.pt")
 """
 IN_TWO_PROCESSES = {
     "ppo_continuous": """--total-timesteps 640 --update-epochs 4 --learning-rate 3e-3 --target-kl 3e-3
@@ -565,13 +564,12 @@ IN_TWO_PROCESSES = {
 }
 
 def test_two_processes_train_the_same_weights(tmp_path, monkeypatch, main):
-    """All scripts one after the other, as a start takes longer than their runs."""
-    commands = [f"{script} {SHORT[script]} {flags} --run-dir {script}".replace("\n", " ")
-                for script, flags in IN_TWO_PROCESSES.items()]
-    (tmp_path / "commands.txt").write_text("\n".join(commands))
     (tmp_path / "ranks.py").write_text(RANKS)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    out, _ = run_python("-m torch.distributed.run --standalone --nproc-per-node=2 ranks.py", tmp_path)
+    torchrun, out = "-m torch.distributed.run --standalone --nproc-per-node=2", ""
+    for script, flags in IN_TWO_PROCESSES.items():
+        words = f"{torchrun} ranks.py {script} {SHORT[script]} {flags} --run-dir {script}"
+        out += run_python(words, tmp_path)[0]
     rows, obs = {}, {}
     for script in IN_TWO_PROCESSES:
         ranks = [torch.load(tmp_path / script / f"rank{rank}.pt") for rank in range(2)]
