@@ -649,7 +649,7 @@ def train(args, checkpoint=None):
                 log.save(args=asdict(args), progress=progress, agent=agent.state_dict(), opt=opt.state_dict())
             seed_tasks(tasks, args.seed, RANK, iteration)
     if WORLD_SIZE > 1:
-        torch.distributed.destroy_process_group()  # gloo's threads can abort an exit before it
+        torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
     return log.finish(agent, progress) if log else None
 
 # ------------- bookkeeping from here: nothing below is needed to understand the algorithm

@@ -551,7 +551,7 @@ def recorded(envs, agent, *args, rollout=module.rollout):
 module.rollout = recorded
 del sys.argv[0]
 module.main()
-assert not torch.distributed.is_initialized()  # threads of gloo may abort the exit
+assert not torch.distributed.is_initialized()  # or gloo's threads may abort the exit
 agent, (first, *_) = seen[0]
 results = {"agent": agent.state_dict(), "obs": first["obs"]}
 torch.save(results, f"{sys.argv[0]}/rank{os.environ['RANK']}.pt")
