@@ -163,10 +163,12 @@ def group(rows, study):
 
 def over_tasks(groups):
     """{setting: a value per seed}: percent of the first setting's mean, over tasks with all seeds."""
-    seeds = max((len(values) for settings in groups.values() for values in settings.values()), default=0)
+    seeds = {}  # of each setting; the first, with which all others are compared, may have more
+    for settings in groups.values():
+        seeds |= {name: max(len(values), seeds.get(name, 0)) for name, values in settings.items()}
     shares = []
     for settings in groups.values():
-        if len(settings) > 1 and all(len(values) == seeds for values in settings.values()):
+        if len(settings) > 1 and all(len(values) == seeds[name] for name, values in settings.items()):
             base = np.mean(next(iter(settings.values())))
             shares.append({name: 100 * np.array(values) / base for name, values in settings.items()})
     if len(shares) < 2:
@@ -211,8 +213,8 @@ def draw(groups, path):
         axis.axvline(0, color="black", lw=0.8)
         first, values = next(iter(groups[env_id].items()))
         seeds = min(map(len, groups[env_id].values()))
-        axis.set(title=env_id, xlabel=f"effect, {seeds} seeds; {first}: {np.mean(values):.0f}",
-                 yticks=range(len(names)))
+        base = f"{first}, {len(values)}: {np.mean(values):.0f}"
+        axis.set(title=env_id, xlabel=f"effect, {seeds} seeds; {base}", yticks=range(len(names)))
         axis.set_yticklabels(names)
         axis.margins(y=0.02)
         axis.grid(alpha=0.3)

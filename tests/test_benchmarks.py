@@ -314,11 +314,12 @@ def test_effects_of_settings(call, tmp_path, monkeypatch, spy):
     assert (effect, low, high) == pytest.approx((2, 2 - 0.277, 2 + 0.277), abs=0.03)
 
 def test_effects_over_tasks_are_in_percent_of_each_tasks_first_setting():
-    tasks = {"A": {"a": [1.0, 3.0], "b": [2.0, 4.0], "of one task": [1.0, 1.0]},
-             "B": {"a": [10.0, 30.0], "b": [0.0, 20.0]}}
-    unfinished = {"C": {"a": [5.0, 5.0], "b": [9.0]}, "D": {"a": [5.0, 5.0]}}
+    tasks = {"A": {"a": [1.0, 3.0, 2.0], "b": [2.0, 4.0], "of one task": [1.0, 1.0]},
+             "B": {"a": [10.0, 30.0, 20.0], "b": [0.0, 20.0]}}
+    unfinished = {"C": {"a": [5.0, 5.0, 5.0], "b": [9.0]}, "D": {"a": [5.0, 5.0, 5.0]},
+                  "E": {"a": [5.0, 5.0], "b": [9.0, 9.0]}}
     shares = ablations.over_tasks(tasks | unfinished)
-    assert {name: list(values) for name, values in shares.items()} == {"a": [50, 150], "b": [50, 150]}
+    assert {name: list(values) for name, values in shares.items()} == {"a": [50, 150, 100], "b": [50, 150]}
     assert ablations.over_tasks(unfinished | {"A": tasks["A"]}) == {}
 
 def test_killed_trainings_of_a_study_are_resumed(tmp_path, monkeypatch):
