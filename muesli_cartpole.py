@@ -135,7 +135,7 @@ RANGES = {"gamma": (0, 1), "retrace_lambda": (0, 1), "replay_share": (0, 1), "cm
           "tau": (0, 1), "norm_adv_decay": (0, 0.9999), "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5),
           "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "num_bins": (3, 10**6), "seed": (0, 2**32 - 1),
           "hidden_size": (2, 10_000), "head_size": (1, 10_000), "eval_frequency": (0, 10**12)}
-FIXED = ("preset", "run_dir", "env_id", "num_envs", "buffer_size", "value_min", "value_max")
+FIXED = ("env_id", "preset", "run_dir", "num_envs", "buffer_size", "value_min", "value_max")
 PRESETS = {
     "none": {},
     "Acrobot-v1": {"total_timesteps": 200_000, "train_frequency": 4, "eval_frequency": 20_000,
@@ -684,7 +684,7 @@ def main():
         checkpoint, default = new_run if run_dir is None else load_checkpoint(run_dir)
         args = tyro.cli(Args, description=__doc__, default=default)
         args.check()
-        fixed = FIXED[: 2 if args.evaluate else None]
+        fixed = ("preset", "run_dir") if args.evaluate else FIXED
         if run_dir and any(getattr(args, name) != getattr(default, name) for name in fixed):
             raise UsageError(f"{', '.join(fixed)} of a run cannot change")
         train(args, checkpoint)
