@@ -26,6 +26,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -278,7 +279,7 @@ class Agent(nn.Module):
         if self.num_states:
             layer = nn.GRU if args.rnn == "gru" else nn.LSTM
             self.rnn = layer_init(layer(512, args.rnn_hidden), 1.0, args)
-            self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights
+            self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights; ignore its warning
         features = args.rnn_hidden if self.num_states else 512
         self.actor = layer_init(nn.Linear(features, self.num_outputs), 0.01, args)
         self.critic = layer_init(nn.Linear(features, 1), 1.0, args)
@@ -401,7 +402,8 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
     for t in range(T):
         obs, rnn_state = env_state.obs, env_state.rnn_state
         starts, mask = env_state.starts, env_state.mask
-        action, logprob, _, value, next_state = act(obs, rnn_state, starts, mask, None, noise[t])
+        outputs = act(obs, rnn_state, starts, mask, None, noise[t])
+        action, logprob, _, value, next_state = (x.clone() for x in outputs)  # a CUDA graph reuses their memory
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
@@ -441,11 +443,15 @@ def train(args, checkpoint=None):
     num_iterations = progress["iteration"] + (args.total_timesteps - progress["global_step"]) // batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps = {args.total_timesteps} leaves no rollout of {batch_size} steps")
+    losses = torch.zeros(len(LOSSES), device=device)  # sums over an iteration
     # A checkpoint resets the environments: more of them would cut most games.
     save_every = args.checkpoint_every or max(1, num_iterations // 20, 10_000 // args.num_steps)
     if args.compile and args.rnn == "none" and shutil.which("g++"):  # an RNN's graph changes
         print("compiling: the first iteration takes up to a minute")
-        options = {"cpp_wrapper": device.type == "cpu",
+        warnings.filterwarnings("ignore", module="torch._inductor")  # advice on other precisions
+        for x in (losses, *opt.values()):
+            torch._dynamo.mark_static_address(x)  # or CUDA graphs could not write to it
+        options = {"cpp_wrapper": device.type == "cpu", "triton.cudagraphs": device.type == "cuda",
                    "guard_filter_fn": lambda guards: [g.guard_type in GUARDS for g in guards]}  # for speed
         act, step = torch.compile(act, options=options), torch.compile(step, options=options)
     env_state = reset_envs(envs, agent, args.seed, RANK, progress["iteration"])
@@ -464,7 +470,7 @@ def train(args, checkpoint=None):
 
         # Advantages and updates
         initial_states = data["rnn_states"][::L].transpose(0, 1).flatten(1, 2)  # (K, S, R) [D36]
-        losses = torch.zeros(len(LOSSES), device=device)
+        losses.zero_()
         for epoch in range(args.update_epochs):
             if epoch == 0 or args.recompute_adv:
                 values = data["values"] if epoch == 0 else agent.get_value(
@@ -497,9 +503,9 @@ def train(args, checkpoint=None):
         progress = {"iteration": iteration, "global_step": progress["global_step"] + batch_size,
                     "seconds": progress["seconds"] + seconds,
                     "episodes": (progress["episodes"] + episodes)[-100:]}
-        losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
+        mean_losses = mean_over_ranks(losses) / ((epoch + 1) * args.num_minibatches)
         means = {"explained_variance": 1 - unexplained.item(), "epochs": epoch + 1,
-                 **dict(zip(LOSSES, losses.tolist(), strict=True))}
+                 **dict(zip(LOSSES, mean_losses.tolist(), strict=True))}
         for name, x in means.items():
             if not np.isfinite(x):
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")

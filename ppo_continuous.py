@@ -290,7 +290,7 @@ class Agent(nn.Module):
         if self.num_states:
             layer = nn.GRU if args.rnn == "gru" else nn.LSTM
             self.rnn = layer_init(layer(features, args.rnn_hidden), 1.0, args)
-            self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights
+            self.rnn.flatten_parameters = lambda: None  # cuDNN's would move the weights; ignore its warning
             features = args.rnn_hidden
         shared, own = (args.hidden, ()) if args.share_network else ((), args.hidden)  # [D13, D26]
         self.trunk = mlp(features, shared, args)

@@ -102,14 +102,14 @@ def sb3(words):
     return batch / statistics.median(end - start for start, end in pairwise(times[1:]))
 
 def raw(words, seconds=3.0):
-    """Steps per second of random actions: in one environment, or in eight games at a time."""
+    """Steps per second of random actions: in one environment, or in as many games as are trained in."""
     import gymnasium
 
     env_id = value_of("--env-id", words)
     if words[0] == "ppo_atari.py":
         sys.path.append(str(ROOT))
         import ppo_atari
-        env = ppo_atari.make_envs(ppo_atari.Args(env_id=env_id), num_envs=8)
+        env = ppo_atari.make_envs(ppo_atari.Args(env_id=env_id), int(value_of("--num-envs", words)))
     else:
         env = gymnasium.wrappers.Autoreset(gymnasium.make(env_id))
     env.reset()

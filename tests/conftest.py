@@ -123,7 +123,7 @@ def read_metrics(run_dir):
         return list(csv.DictReader(file))
 
 def load(run_dir):
-    return torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    return torch.load(run_dir / "checkpoint.pt", "cpu", weights_only=True)
 
 def flat(value, name=""):
     """Tensors and numbers of nested dicts and lists, by the path to them."""

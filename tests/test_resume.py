@@ -13,6 +13,8 @@ import torch
 from conftest import PPO, ROOT, SHORT, finished_ppo, flat, load, read_metrics, run_python
 from tqdm import tqdm
 
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
 import os, signal, {script} as script
@@ -55,7 +57,11 @@ def test_killed_and_resumed(finished, tmp_path, main):
     ("ppo_atari", "--env-id ALE/SpaceInvaders-v5 --rnn lstm --rnn-seq-len 8 --norm-value"),
     ("rl2_meta", """--env-id HalfCheetahVel --num-trials 4 --episode-length 10 --test-trials 5
                   --total-timesteps 560 --update-epochs 1 --test-every 2"""),
-    pytest.param(PPO, "--compile", marks=pytest.mark.slow)])  # fmt: skip
+    pytest.param(PPO, "--compile", marks=pytest.mark.slow),
+    pytest.param(PPO, "--device cuda --rnn lstm --rnn-hidden 16", marks=gpu),
+    pytest.param("ppo_atari", "--device cuda --precision bf16 --compile", marks=gpu),
+    pytest.param("ppo_atari", "--device cuda --rnn gru --rnn-seq-len 8", marks=gpu),
+    pytest.param("rl2_meta", "--device cuda", marks=gpu)])  # fmt: skip
 def test_interrupted_and_resumed(script, flags, tmp_path, main, monkeypatch):
     """Ctrl-C leaves the last checkpoint, and the rows of later iterations for the resume to cut off."""
     module, command = importlib.import_module(script), f"{SHORT[script]} {flags}"
