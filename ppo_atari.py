@@ -403,7 +403,7 @@ def rollout(envs, agent, act, env_state, noise_scale=1.0):
         obs, rnn_state = env_state.obs, env_state.rnn_state
         starts, mask = env_state.starts, env_state.mask
         outputs = act(obs, rnn_state, starts, mask, None, noise[t])
-        action, logprob, _, value, next_state = (x.clone() for x in outputs)  # a CUDA graph reuses their memory
+        action, logprob, _, value, next_state = (x.clone() for x in outputs)  # CUDA graphs reuse their memory
         steps.append({"obs": obs, "actions": action, "logprobs": logprob, "values": value,
                       "starts": starts, "mask": mask, "rnn_states": rnn_state[None]})
         next_obs, reward, terminated, truncated, infos = envs.step(action[0].cpu().numpy())
