@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control]>=1.4",
+# dependencies = ["torch>=2.13,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control]>=1.4",
 #                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
 """Muesli for discrete actions; vectors or small images (Hessel et al. 2021, arXiv 2104.06159).

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[atari]>=1.4", "ale-py>=0.12",
+# dependencies = ["torch>=2.13,<2.14", "numpy>=1.26", "gymnasium[atari]>=1.4", "ale-py>=0.12",
 #                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
 """Proximal Policy Optimization on pixels (Schulman et al. 2017, arXiv 1707.06347): ALE's single-player games.

@@ -174,8 +174,15 @@ class KeepInfos(gym.Wrapper):
         return obs, {key: info[key] for key in self.KEPT if info.get(key) is not None}
 
     def step(self, action):
-        *step, info = self.env.step(action)
-        return *step, {key: info[key] for key in self.KEPT if info.get(key) is not None}
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        obs = np.array(obs) if truncated else obs  # the reset may write into the same array
+        return (
+            obs,
+            reward,
+            terminated,
+            truncated,
+            {key: info[key] for key in self.KEPT if info.get(key) is not None},
+        )
 
 
 def make_env(args, video_dir=None):
@@ -264,7 +271,8 @@ class RunningMeanStd(nn.Module):
         self.count += n
         share, delta = n / self.count, batch_mean - self.mean
         self.mean += share * delta
-        self.var += share * (batch_var - self.var + (1 - share) * delta**2)
+        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
+        self.var += share * (batch_var + (1 - share) * delta**2)
 
 
 def layer_init(layer, gain, args):
@@ -328,7 +336,7 @@ class Agent(nn.Module):
     def to_env(self, action):
         """Actions (N, A) as the environments take them, in their own units and bounds."""
         args, space = self.args, self.action_space
-        action = action.cpu().numpy().reshape(-1, *space.shape)
+        action = action.detach().cpu().numpy().reshape(-1, *space.shape)
         if self.continuous:
             action = self.offset + self.scale * action
             if args.clip_actions:
@@ -697,7 +705,7 @@ def restore(saved, checkpoint):
                 x.load_state_dict(x.state_dict() | {"param_groups": groups})
     except (KeyError, RuntimeError, ValueError) as error:
         raise UsageError(f"the checkpoint does not fit these flags: {error}") from error
-    return checkpoint["progress"]
+    return dict(checkpoint["progress"])
 
 
 def compile_functions(args, device, *functions):
@@ -732,10 +740,10 @@ def read_live(args, optimizer, log, global_step):
     if path := next(filter(Path.exists, paths), None):
         try:
             given = json.loads(path.replace(paths[1]).read_text())
-            given = {name: kind(given[name]) for name, kind in LIVE_FLAGS.items() if name in given}
+            given = {x: LIVE_FLAGS[x](value) for x, value in given.items() if x in LIVE_FLAGS}
             check_ranges(replace(args, **given))
             changes = [given]
-        except (OSError, TypeError, ValueError, OverflowError) as error:
+        except (OSError, AttributeError, TypeError, ValueError, OverflowError) as error:
             given = f"nothing: {error}"
         can_change = ", ".join(LIVE_FLAGS)
         tqdm.write(f"step {global_step}: {path.name} changes {given}; only: {can_change}")

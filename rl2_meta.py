@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.10"
-# dependencies = ["torch>=2.9,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control,mujoco]>=1.4",
+# dependencies = ["torch>=2.13,<2.14", "numpy>=1.26", "gymnasium[box2d,classic-control,mujoco]>=1.4",
 #                 "tyro>=1.0", "tensorboard>=2.18", "tqdm>=4.66"]
 # ///
 """RL^2: a recurrent agent that learns to learn (Duan et al. 2016, arXiv 1611.02779), with PPO.

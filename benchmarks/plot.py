@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure  # without pyplot it needs no display
 from matplotlib.ticker import EngFormatter
-from tables import UsageError, read_csv, run, sample_std, save_figure, write_csv
+from tables import UsageError, read_csv, read_run, run, sample_std, save_figure, write_csv
 
 KEY = ("env_id", "exp_name", "seed")
 KEPT = ("global_step", "seconds", "episodic_return")
@@ -42,12 +42,12 @@ class Args:
     output: Path | None = None  # figure to write
     csv: Path | None = None  # table to write: global_step, seconds, episodic_return and y, 100 rows a run
     x: Literal["global_step", "seconds"] = "global_step"  # horizontal axis
-    y: str = "episodic_return"  # vertical axis: any column of metrics.csv
+    y: str = "episodic_return"  # vertical axis: any scalar that the run logs
     label: Literal["exp_name", "folder"] = "exp_name"  # what tells lines apart
 
 def read_rows(path, label):
     """Rows of a run folder or of a kept table, each with its env_id, exp_name and seed."""
-    rows = read_csv(path / "metrics.csv" if path.is_dir() else path)
+    rows = read_run(path) if path.is_dir() else read_csv(path)
     rows = [row for row in rows if None not in row.values()]  # a kill may cut one
     if path.is_dir():
         about = json.loads((path / "args.json").read_text())

@@ -11,7 +11,7 @@ Each round measures, one after the other on an otherwise idle machine:
     torchrun    PPO: the same batch of steps, divided over two processes of one thread
     sb3         PPO: Stable-Baselines3 with the same hyperparameters, if it is installed
     raw         PPO: environments with random actions, no learning
-A training's rate is the median over the rows of its metrics.csv after the first, which has the compilation;
+A training's rate is the median over the rows of its log after the first, which has the compilation;
 a ratio is the script's rate over the other's in the same round.
 """
 
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from tables import UsageError, read_csv, run, write_csv
+from tables import UsageError, read_run, run, write_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 BRIEF = "--checkpoint-every 1000000"  # one in each iteration of a run this short would count
@@ -143,7 +143,7 @@ def find_script(source, name, folder):
     return folder / name
 
 def measure(name, setting, args, folder):
-    """Rate, seconds from the start to the first row of metrics.csv, and peak memory."""
+    """Rate, seconds from the start to the first row of its log, and peak memory."""
     words = shlex.split(SETTINGS[setting] + " " + args.flags)
     script, flags, launcher = ROOT / words[0], words[1:], []
     if name in ("sb3", "raw"):
@@ -158,11 +158,12 @@ def measure(name, setting, args, folder):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         flags += ["--num-envs", "4", "--torch-threads", "1"]
         flags += ["--env-threads", "1"] * (words[0] == "ppo_atari.py")
-    start, path = time.time(), folder / "run" / "metrics.csv"
+    start = time.time()
     _, peak = run_python([*launcher, str(script), *flags, "--run-dir", "run"], folder)
-    rows = read_csv(path)
+    rows = read_run(folder / "run")
+    logs = [path for path in (folder / "run").iterdir() if path.name.startswith(("metrics", "checkp"))]
     after_first = float(rows[-1]["seconds"]) - float(rows[0]["seconds"])
-    startup = path.stat().st_mtime - after_first - start
+    startup = min(path.stat().st_mtime for path in logs) - after_first - start
     return statistics.median(float(row["SPS"]) for row in rows[1:]), startup, peak
 
 def measure_round(number, setting, args):

@@ -4,6 +4,7 @@ import csv
 import sys
 
 import numpy as np
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 
 class UsageError(Exception):
@@ -16,6 +17,27 @@ def run(main):
     except (UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+def read_run(run_dir):
+    """Rows of a run: of its metrics.csv or, where it has none, of its TensorBoard events."""
+    if (run_dir / "metrics.csv").exists():
+        return read_csv(run_dir / "metrics.csv")
+    events = EventAccumulator(str(run_dir), {"scalars": 0})
+    events.Reload()
+    rows, last_step, seconds = {}, 0, 0.0
+    for tag in events.Tags()["scalars"]:
+        kind, name = tag.split("/")
+        if kind != "eval":
+            for x in events.Scalars(tag):
+                rows.setdefault(x.step, {"global_step": str(x.step)})[name] = str(x.value)
+    for step, row in sorted(rows.items()):
+        seconds += (step - last_step) / float(row["SPS"])
+        last_step, row["seconds"] = step, str(seconds)
+        row.setdefault("episodic_return", "nan")
+        row.setdefault("episodic_length", "nan")
+    if not rows:
+        raise UsageError(f"{run_dir} holds no metrics.csv and no events")
+    return [rows[step] for step in sorted(rows)]
 
 def read_csv(path, *needed):
     """Rows of a table, each of which has a value in the columns `needed`."""

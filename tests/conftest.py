@@ -25,14 +25,11 @@ from gymnasium.spaces import Box, Discrete
 
 import muesli_cartpole as muesli
 import ppo_atari as atari
-import ppo_continuous as ppo
 import rl2_meta as rl2
 
 ROOT = Path(__file__).parents[1]
 # Runs of a second or two: four iterations (Muesli: forty), checkpoints in the middle and at the end.
 SHORT = {
-    "ppo_continuous": """--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 16
-        --num-minibatches 2 --update-epochs 2 --checkpoint-every 2 --eval-episodes 3 --no-compile""",
     "ppo_atari": """--total-timesteps 128 --num-envs 2 --num-steps 16 --num-minibatches 2 --update-epochs 2
         --checkpoint-every 2 --eval-episodes 1 --screen-size 36 --max-frames 200 --rnn-hidden 16
         --device cpu --precision fp32 --torch-threads 1 --env-threads 1 --no-compile""",
@@ -42,11 +39,10 @@ SHORT = {
     "rl2_meta": """--total-timesteps 640 --num-trials 16 --rnn-hidden 16 --checkpoint-every 2
         --test-trials 50""",
 }
-SCRIPTS, PPO = tuple(SHORT), "ppo_continuous"
+SCRIPTS, PPO = tuple(SHORT), "ppo_atari"  # those of the former shape
 BOTH = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2, "total_timesteps": 128,
         "rnn_hidden": 16, "eval_episodes": 2, "compile": False}
 SMALL = {
-    ppo: BOTH | {"hidden": (16, 16)},
     atari: BOTH | {"screen_size": 36, "device": "cpu", "precision": "fp32", "torch_threads": 1,
                    "env_threads": 1},
     muesli: {"num_envs": 4, "hidden_size": 32, "head_size": 16, "batch_size": 8, "seq_len": 8,
@@ -55,7 +51,7 @@ SMALL = {
           "total_timesteps": 640, "learn_regret": False, "privileged_critic": False},
 }
 finished_ppo = pytest.mark.parametrize("finished", [PPO], indirect=True)
-both_scripts = pytest.mark.parametrize("script", [ppo, atari], ids=["continuous", "atari"])
+both_scripts = pytest.mark.parametrize("script", [atari], ids=["atari"])
 
 @pytest.fixture(autouse=True)
 def one_thread_seed_and_squares(monkeypatch):
@@ -138,23 +134,21 @@ def flag_docs(module):
 
 # ---------------------------------------------------------------------- small agents of the two PPO scripts
 
-def small_args(env_id=None, script=ppo, **flags):
+def small_args(env_id=None, script=atari, **flags):
     """Flags of a run that takes a second."""
     return script.Args(env_id=env_id or script.Args.env_id, **SMALL[script] | flags)
 
-def small_agent(env_id, script=ppo, **flags):
+def small_agent(env_id, script=atari, **flags):
     """Environments, agent, optimizer state and env_state of a new run, statistics not empty."""
     args = small_args(env_id, script, **flags)
     envs = script.make_envs(args, args.num_envs)
     agent, opt = script.make_agent(envs, args, script.set_up_torch(args), None)
     env_state = script.reset_envs(envs, agent, 0)
-    if script is ppo:
-        agent.obs_rms.update(play(envs, agent, env_state)[0]["raw_obs"])
     return envs, agent, opt, env_state
 
-def bare_agent(script=ppo, space=None, **flags):
+def bare_agent(script=atari, space=None, **flags):
     """Agent and optimizer state for three observations, or pictures, and two or four actions."""
-    space = space or (Box(-1, 1, (2,)) if script is ppo else Discrete(4))
+    space = space or Discrete(4)
     game = SimpleNamespace(get_action_set=lambda: [SimpleNamespace(name="NOOP")] * 4)
     envs = SimpleNamespace(single_action_space=space, single_observation_space=Box(-1, 1, (3,)), ale=game)
     return script.make_agent(envs, small_args(script=script, **flags), torch.device("cpu"), None)
@@ -188,7 +182,7 @@ def written_out_loss(agent, mb, logprob, entropy, value, clip_coef, ent_coef, vf
 def weights(agent):
     return torch.nn.utils.parameters_to_vector(agent.parameters()).detach().clone()
 
-def trained(run_dir, env_id=None, script=ppo, **flags):
+def trained(run_dir, env_id=None, script=atari, **flags):
     """Agent, as its last checkpoint has it, and summary of a whole run."""
     summary = script.train(small_args(env_id, script, run_dir=str(run_dir), **flags))
     checkpoint, args = script.load_checkpoint(run_dir)
@@ -197,7 +191,7 @@ def trained(run_dir, env_id=None, script=ppo, **flags):
     envs.close()
     return agent, summary
 
-def watched_run(run_dir, env_id=None, script=ppo, on_step=lambda *_: None, checkpoint=None, **flags):
+def watched_run(run_dir, env_id=None, script=atari, on_step=lambda *_: None, checkpoint=None, **flags):
     """Train without the evaluation, calling `on_step` before each optimizer step with its arguments.
 
     Returns the agent, all rollouts (the uncounted first included) and the losses after each step."""
