@@ -176,13 +176,8 @@ class KeepInfos(gym.Wrapper):
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
         obs = np.array(obs) if truncated else obs  # the reset may write into the same array
-        return (
-            obs,
-            reward,
-            terminated,
-            truncated,
-            {key: info[key] for key in self.KEPT if info.get(key) is not None},
-        )
+        info = {key: info[key] for key in self.KEPT if info.get(key) is not None}
+        return obs, reward, terminated, truncated, info
 
 
 def make_env(args, video_dir=None):
@@ -202,8 +197,6 @@ def make_env(args, video_dir=None):
 
 def make_envs(args, num_envs, video_dir=None):
     """Environments that restart in the step that ends an episode; the first may be recorded."""
-    if importlib.util.find_spec("mujoco"):  # else its warnings come once per environment
-        importlib.import_module("mujoco").set_mju_user_warning(lambda message: None)
     envs = gym.vector.SyncVectorEnv(
         [partial(make_env, args, None if i else video_dir) for i in range(num_envs)],
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
@@ -480,9 +473,8 @@ def train(args, checkpoint=None):
     envs = make_envs(args, args.num_envs)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
-    optimizer = torch.optim.Adam(
-        agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True
-    )  # [D3]
+    learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
+    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     saved = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
@@ -496,9 +488,7 @@ def train(args, checkpoint=None):
     steps_left = args.total_timesteps - progress["global_step"]
     num_iterations = progress["iteration"] + steps_left // batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(
-            f"total_timesteps {args.total_timesteps} leaves no rollout of {batch_size}"
-        )
+        raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
     limit = envs.unwrapped.envs[0].spec.max_episode_steps or np.inf
     exact = limit <= checkpoint_every * T  # episodes fit between two checkpoints
@@ -535,17 +525,13 @@ def train(args, checkpoint=None):
                 actions[t], logprobs[t], rnn_state = act(obs[t], rnn_state, dones[t], masks[t])
             next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(actions[t]))
             rewards[t], next_done = tensor(reward), tensor(terminated | truncated)
-            next_obs, next_mask = (
-                torch.as_tensor(next_obs, device=device),
-                agent.read_mask(infos, N),
-            )
-            if args.norm_reward:
+            next_obs = torch.as_tensor(next_obs, device=device)
+            next_mask = agent.read_mask(infos, N)
+            if args.norm_reward:  # [D30]
                 discounted_return = args.gamma * discounted_return + rewards[t]
                 agent.reward_rms.update(discounted_return)
                 limit = args.clip_reward or torch.inf
-                rewards[t] = (rewards[t] / agent.reward_rms.scale).clamp(
-                    -limit, limit
-                )  # [D30, D31]
+                rewards[t] = (rewards[t] / agent.reward_rms.scale).clamp(-limit, limit)  # [D31]
                 discounted_return *= 1 - next_done
 
             cut = np.flatnonzero(truncated & ~terminated)  # by a time limit
@@ -598,10 +584,8 @@ def train(args, checkpoint=None):
             for index in torch.randperm(num_sequences, device=device).chunk(args.num_minibatches):
                 losses.append(update(agent, params, batch, initial_states, index, clip_coef))
                 optimizer.step()
-            approx_kl = torch.stack(
-                [x["approx_kl"] for x in losses[-args.num_minibatches :]]
-            ).mean()
-            if args.target_kl is not None and mean_over_ranks(approx_kl) > args.target_kl:  # [X3]
+            kls = torch.stack([x["approx_kl"] for x in losses[-args.num_minibatches :]])
+            if args.target_kl is not None and mean_over_ranks(kls.mean()) > args.target_kl:  # [X3]
                 break
         agent.obs_rms.update(obs)  # [D28]
 
@@ -778,14 +762,8 @@ class RunLog:
         if args.track:
             import wandb
 
-            project, entity = args.wandb_project_name, args.wandb_entity
-            wandb.init(
-                project=project,
-                entity=entity,
-                name=name,
-                config=asdict(args),
-                sync_tensorboard=True,
-            )
+            owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
@@ -825,14 +803,9 @@ class RunLog:
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
-        summary = {
-            "env_id": args.env_id,
-            "seed": args.seed,
-            "global_step": step,
-            "seconds": seconds,
-        }
-        summary["sps"] = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first compiles
-        summary |= evaluate(agent, step)
+        sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
+        summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
+        summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step)
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()

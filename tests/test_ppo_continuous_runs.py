@@ -94,9 +94,7 @@ def test_evaluation_changes_nothing(tmp_path):
 # ------------------------------------------------------------------------ made to be changed
 
 SOURCE = Path(ppo.__file__).read_text()
-OPTIMIZER = """    optimizer = torch.optim.Adam(
-        agent.parameters(), args.learning_rate, eps=args.adam_eps, fused=True
-    )  # [D3]
+OPTIMIZER = """    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
 """
 LOSS = "    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [D10]\n"
 CHANGES = {
@@ -254,7 +252,7 @@ SHORT = """--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 1
         ("--resume nowhere", "'nowhere/checkpoint.pt' is no checkpoint of this script"),
         ("--num-minibatches 64", "num_minibatches 64 must divide 32 sequences"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
-        ("--total-timesteps 31", "total_timesteps 31 leaves no rollout of 32"),
+        ("--total-timesteps 31", "total_timesteps: 31 more leave no rollout of 32"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, monkeypatch, tmp_path, capsys):
