@@ -313,7 +313,7 @@ def test_masked_choices_have_probability_zero_and_are_never_sampled():
     infos = {"action_mask": given[None], "_action_mask": np.array([True])}
     mask, obs = agent.read_mask(infos, 1), torch.randn(1, 3).expand(count, 3)
     state, done = torch.zeros(0, count, 16), torch.zeros(count)
-    action, *_ = agent.get_action(obs, state, done, mask.expand(count, -1, -1))
+    action, *_ = agent.get_action_and_value(obs, state, done, mask.expand(count, -1, -1))
     assert set(action[:, 0].tolist()) == {0, 3} and set(action[:, 1].tolist()) == {1}
     every = torch.cartesian_prod(torch.arange(4), torch.arange(2))
     policy = distribution(agent, obs[:8], mask.expand(8, -1, -1))
@@ -367,7 +367,7 @@ def test_to_env_gives_members_of_the_space_with_its_dtype(space):
     agent, done = bare_agent(space), torch.zeros(20)
     mask = agent.read_mask({}, 20)
     with torch.no_grad():
-        action, *_ = agent.get_action(torch.randn(20, 3), torch.zeros(0, 20, 16), done, mask)
+        action, *_ = agent.get_action_and_value(torch.randn(20, 3), torch.zeros(0, 20, 16), done, mask)
     items = agent.to_env(action)
     for item in items[:, 0] if isinstance(space, Discrete) and items.ndim == 2 else items:
         assert space.contains(item) and np.asarray(item).dtype == space.dtype
@@ -675,5 +675,5 @@ def test_learns_masked_choices_and_never_plays_forbidden_ones(tmp_path):
     allowed = list(combinations(range(4), 2))
     mask = torch.tensor([[[i in pair for i in range(4)]] for pair in allowed])
     state, done = torch.zeros(0, len(allowed), 16), torch.zeros(len(allowed))
-    action, *_ = agent.get_action(torch.zeros(len(allowed), 1), state, done, mask, greedy=True)
+    action, *_ = agent.get_action_and_value(torch.zeros(len(allowed), 1), state, done, mask, greedy=True)
     assert action.flatten().tolist() == [max(pair) for pair in allowed]
