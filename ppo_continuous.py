@@ -813,13 +813,13 @@ class RunLog:
         os.replace(self.run_dir / f"{name}.tmp", self.run_dir / name)
         self.writer.flush()
 
-    def finish(self, agent, progress):
+    def finish(self, agent, progress, **more):
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
         sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
         summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
-        summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step)
+        summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step) | more
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()

@@ -1,11 +1,12 @@
-"""How RL^2 adapts within a trial, beside learners that know the tasks' structure: a figure and a table.
+"""How RL^2 adapts within a trial, beside learners that know the tasks' structure: a figure and a
+table.
 
-    python benchmarks/adaptation.py benchmarks/results/rl2.csv --output benchmarks/results/adaptation.png
+    python benchmarks/adaptation.py benchmarks/results/rl2.csv --output adaptation.png
 
-A panel for each setting of rl2_meta.py: the mean return of each episode of a trial in new tasks, RL^2's with
-sampled actions, the mean over its seeds shaded by one standard deviation on both sides. Of a reference that
-was measured with several parameters (c, mu0, ...) the one with the best score stands for all.
-"""
+A panel for each setting of rl2_meta.py: the mean return of each episode of a trial in new tasks,
+RL^2's with sampled actions, the mean over its seeds shaded by one standard deviation on both sides.
+Of a reference that was measured with several parameters (c, mu0, ...) the one with the best score
+stands for all."""
 
 import json
 import math
@@ -24,11 +25,15 @@ from tables import UsageError, over_seeds, read_csv, run, sample_std, save_figur
 TASKS = {"Bandit": "bandit", "TabularMDP": "mdp"}  # as references.py names them
 COLUMNS = ("random", "Thompson / PSRL", "UCB1 / BUCB-VI", "Gittins", "Bayes optimum", "task known")
 
+
 @dataclass
 class Args:
     runs: tyro.conf.Positional[Path]  # rows of rl2_meta.py's runs, as scores.py --csv writes them
-    references: Path = Path(__file__).parent / "results" / "references.csv"  # of references.py --csv
+    references: Path = (
+        Path(__file__).parent / "results" / "references.csv"
+    )  # of references.py --csv
     output: Path | None = None  # figure to write; none: only the table on the console
+
 
 class Setting(NamedTuple):
     """What has a panel; only bandits have arms."""
@@ -39,8 +44,13 @@ class Setting(NamedTuple):
     exp_name: str
 
     def __str__(self):
-        trial = f"{self.arms} arms, {self.episodes} pulls" if self.arms else f"{self.episodes} episodes"
-        return f"{self.env_id}, {trial}" + (f" ({self.exp_name})" if self.exp_name != "rl2_meta" else "")
+        trial = (
+            f"{self.arms} arms, {self.episodes} pulls" if self.arms else f"{self.episodes} episodes"
+        )
+        return f"{self.env_id}, {trial}" + (
+            f" ({self.exp_name})" if self.exp_name != "rl2_meta" else ""
+        )
+
 
 def group(rows):
     """{setting: rows}, those with references first, short trials before long ones."""
@@ -48,12 +58,15 @@ def group(rows):
     for row in rows:
         arms = re.search(r"--num-arms (\d+)", row["command"])
         arms = int(arms[1] if arms else 5) if row["env_id"] == "Bandit" else None
-        setting = Setting(row["env_id"], len(json.loads(row["episode_returns"])), arms, row["exp_name"])
+        setting = Setting(
+            row["env_id"], len(json.loads(row["episode_returns"])), arms, row["exp_name"]
+        )
         if row["seed"] in [other["seed"] for other in settings[setting]]:
             raise UsageError(f"there are two runs of {setting}, seed {row['seed']}: leave one out")
         settings[setting].append(row)
     order = sorted(settings, key=lambda setting: (setting.env_id not in TASKS, setting))
     return {setting: settings[setting] for setting in order}
+
 
 def find_references(rows, setting):
     """{column: (name, row with the best score)}."""
@@ -66,8 +79,10 @@ def find_references(rows, setting):
                 found[column] = name, max(same, key=lambda row: float(row["score"]))
     return found
 
+
 def table(settings, references):
-    """Heading and lines of cells: mean returns of trials, RL^2's ± their standard deviation over seeds."""
+    """Heading and lines of cells: mean returns of trials, RL^2's ± their standard deviation over
+    seeds."""
     lines = [["setting", "seeds", "RL^2 greedy", "RL^2 sampled", *COLUMNS]]
     for setting, runs in settings.items():
         greedy = [float(row["trial_return_greedy_mean"]) for row in runs]
@@ -75,11 +90,22 @@ def table(settings, references):
         size = max(abs(np.mean(sampled)), 1)
         digits = max(0, 3 - math.floor(math.log10(size)))  # four in all
         found = find_references(references, setting)
-        cells = {column: f"{float(row['score']):.{digits}f}" + f" ({row['setting']})" * bool(row["setting"])
-                 for column, (_, row) in found.items()}
-        lines.append([str(setting), str(len(runs)), over_seeds(greedy, digits), over_seeds(sampled, digits),
-                      *(cells.get(column, "-") for column in COLUMNS)])
+        cells = {
+            column: f"{float(row['score']):.{digits}f}"
+            + f" ({row['setting']})" * bool(row["setting"])
+            for column, (_, row) in found.items()
+        }
+        lines.append(
+            [
+                str(setting),
+                str(len(runs)),
+                over_seeds(greedy, digits),
+                over_seeds(sampled, digits),
+                *(cells.get(column, "-") for column in COLUMNS),
+            ]
+        )
     return lines
+
 
 def draw_panel(axis, setting, runs, found):
     episodes = np.arange(1, setting.episodes + 1)
@@ -91,8 +117,17 @@ def draw_panel(axis, setting, runs, found):
         if row["episode_returns"]:
             curve, color = json.loads(row["episode_returns"]), f"C{COLUMNS.index(column)}"
             style = "--" if name == "Gittins" else "-"  # it often lies on UCB1
-            axis.plot(episodes, curve, style, color=color, lw=1.3, label=f"{name} {row['setting']}".strip())
-        elif name == "task known":  # the other bound, the Bayes optimum, is known of whole trials only
+            axis.plot(
+                episodes,
+                curve,
+                style,
+                color=color,
+                lw=1.3,
+                label=f"{name} {row['setting']}".strip(),
+            )
+        elif (
+            name == "task known"
+        ):  # the other bound, the Bayes optimum, is known of whole trials only
             axis.axhline(float(row["score"]) / setting.episodes, color="0.5", ls=":", label=name)
     axis.set_title(setting, fontsize="medium")  # the longest would touch its neighbor's
     axis.set_xlabel("pull of the trial" if setting.arms else "episode of the trial")
@@ -100,25 +135,33 @@ def draw_panel(axis, setting, runs, found):
     axis.grid(alpha=0.3)
     axis.legend(fontsize="small")
 
+
 def draw(settings, references, path):
     """Write the panels, and the table below them."""
     width = min(len(settings), 4)
     height = math.ceil(len(settings) / width)
-    lines = [[cell.replace("RL^2", "RL$^2$") for cell in line] for line in table(settings, references)]
+    lines = [
+        [cell.replace("RL^2", "RL$^2$") for cell in line] for line in table(settings, references)
+    ]
     inches = 3.2 * height, 0.3 * len(lines) + 0.2
     figure = Figure(figsize=(max(9, 3.6 * width), sum(inches)), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=inches)
     for i, (setting, runs) in enumerate(settings.items(), start=1):
-        draw_panel(above.add_subplot(height, width, i), setting, runs, find_references(references, setting))
+        draw_panel(
+            above.add_subplot(height, width, i), setting, runs, find_references(references, setting)
+        )
     above.supylabel("mean return of the episode")
     axis = below.add_subplot()
     axis.axis("off")
-    cells = axis.table(lines[1:], colLabels=lines[0], loc="center", cellLoc="center", edges="horizontal")
+    cells = axis.table(
+        lines[1:], colLabels=lines[0], loc="center", cellLoc="center", edges="horizontal"
+    )
     cells.auto_set_font_size(False)
     cells.set_fontsize(8)
     cells.auto_set_column_width(range(len(lines[0])))
     cells.scale(1, 1.4)
     save_figure(figure, path)
+
 
 def main():
     args = tyro.cli(Args, description=__doc__)
@@ -129,6 +172,7 @@ def main():
         print(f"| {' | '.join(line)} |")
     if args.output:
         draw(settings, references, args.output)
+
 
 if __name__ == "__main__":
     run(main)

@@ -1,12 +1,12 @@
 """Learning curves of finished or still running trainings, as a figure.
 
     python benchmarks/plot.py runs/* --output curves.png
-    python benchmarks/plot.py runs/* --csv benchmarks/results/curves.csv          keep the curves, thinned
-    python benchmarks/plot.py benchmarks/results/curves.csv --output curves.png   draw them without the runs
-    python benchmarks/plot.py --overview --output benchmarks/results/overview.png    the front page's figure
+    python benchmarks/plot.py runs/* --csv benchmarks/results/curves.csv  keep the curves, thinned
+    python benchmarks/plot.py benchmarks/results/curves.csv --output curves.png  draw without runs
+    python benchmarks/plot.py --overview --output benchmarks/results/overview.png  the front page's
 
-A panel per environment, a line per exp_name: mean and standard deviation over the seeds, as far as all came.
-"""
+A panel per environment, a line per exp_name: mean and standard deviation over the seeds, as far as
+all came."""
 
 import json
 import math
@@ -33,17 +33,25 @@ OVERVIEW = {  # title: table, column, environments
     "PPO on Atari": ("atari_curves.csv", "episodic_return", ("Breakout", "Pong")),
     "Muesli": ("muesli_curves.csv", "greedy_return", ("CartPole-v1", "LunarLander-v3")),
 }
-OVERVIEW_STYLE = {"font.size": 12, "legend.handlelength": 1.2, "figure.constrained_layout.w_pad": 0.1}
+OVERVIEW_STYLE = {
+    "font.size": 12,
+    "legend.handlelength": 1.2,
+    "figure.constrained_layout.w_pad": 0.1,
+}
+
 
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, or files written by --csv
     overview: bool = False  # draw the front page's figure, from the tables in results
     output: Path | None = None  # figure to write
-    csv: Path | None = None  # table to write: global_step, seconds, episodic_return and y, 100 rows a run
+    csv: Path | None = (
+        None  # table to write: global_step, seconds, episodic_return and y, 100 rows a run
+    )
     x: Literal["global_step", "seconds"] = "global_step"  # horizontal axis
     y: str = "episodic_return"  # vertical axis: any scalar that the run logs
     label: Literal["exp_name", "folder"] = "exp_name"  # what tells lines apart
+
 
 def read_rows(path, label):
     """Rows of a run folder or of a kept table, each with its env_id, exp_name and seed."""
@@ -56,8 +64,10 @@ def read_rows(path, label):
         rows = [row | {name: str(about[name]) for name in KEY} for row in rows]
     return rows
 
+
 def read_curves(paths, x="global_step", y="episodic_return", label="exp_name"):
-    """{(env_id, exp_name, seed): {column: array}}, only the rows in which every column is finite."""
+    """{(env_id, exp_name, seed): {column: array}}, only the rows in which every column is
+    finite."""
     names, curves = dict.fromkeys((*KEPT, x, y)), {}
     for path in paths:
         runs = defaultdict(list)
@@ -72,17 +82,23 @@ def read_curves(paths, x="global_step", y="episodic_return", label="exp_name"):
             raise UsageError(f"{path} has no row with a finite {y} yet: leave it out")
         for key, values in runs.items():
             if key in curves:
-                raise UsageError(f"{path} is a second run of {key[0]}, exp_name {key[1]}, seed {key[2]}: "
-                                 "leave one out, or give --label folder")
+                raise UsageError(
+                    f"{path} is a second run of {key[0]}, exp_name {key[1]}, seed {key[2]}: "
+                    "leave one out, or give --label folder"
+                )
             curves[key] = dict(zip(names, np.transpose(values), strict=True))
     return curves
+
 
 def thinned(curves):
     """Rows of a table small enough to commit."""
     for key, columns in curves.items():
         size = len(columns["global_step"])
         for i in np.linspace(0, size - 1, min(size, 100)).round().astype(int):
-            yield dict(zip(KEY, key, strict=True)) | {name: f"{x[i]:.10g}" for name, x in columns.items()}
+            yield dict(zip(KEY, key, strict=True)) | {
+                name: f"{x[i]:.10g}" for name, x in columns.items()
+            }
+
 
 def draw_line(axis, seeds, x="global_step", y="episodic_return", **style):
     """Mean and standard deviation of the curves of several seeds."""
@@ -91,11 +107,16 @@ def draw_line(axis, seeds, x="global_step", y="episodic_return", **style):
     if start > end:
         raise UsageError(f"two seeds of one line have no {x} in common: leave the shorter run out")
     grid, window = np.linspace(start, end, POINTS), np.ones(WINDOW)
-    weight = np.convolve(np.ones(POINTS), window, "same")  # near both ends the mean is over fewer points
-    curves = [np.convolve(np.interp(grid, curve[x], curve[y]), window, "same") / weight for curve in seeds]
+    weight = np.convolve(
+        np.ones(POINTS), window, "same"
+    )  # near both ends the mean is over fewer points
+    curves = [
+        np.convolve(np.interp(grid, curve[x], curve[y]), window, "same") / weight for curve in seeds
+    ]
     mean, std = np.mean(curves, 0), sample_std(curves)
     axis.plot(grid, mean, **style)
     axis.fill_between(grid, mean - std, mean + std, color=style["color"], alpha=0.2, lw=0)
+
 
 def draw(curves, args):
     """Write the figure."""
@@ -119,11 +140,14 @@ def draw(curves, args):
     figure.supylabel(args.y.replace("_", " "))
     save_figure(figure, args.output)
 
+
 def new_values(curve, y):
-    """The rows where y changes, and the last: evaluations are repeated in metrics.csv until the next one."""
+    """The rows where y changes, and the last: evaluations are repeated in metrics.csv until the
+    next one."""
     changes = np.flatnonzero(np.diff(curve[y])) + 1
     rows = np.unique([0, *changes, len(curve[y]) - 1])
     return {name: values[rows] for name, values in curve.items()}
+
 
 def draw_overview(path):
     """A panel for each script: three of learning curves, and RL^2's returns within a trial."""
@@ -135,7 +159,9 @@ def draw_overview(path):
             about = next(key[:2] for key in curves if key[0] == env_id)  # the first exp_name
             seeds = [new_values(curve, y) for key, curve in curves.items() if key[:2] == about]
             draw_line(axis, seeds, y=y, color=f"C{i}", label=env_id.split("-")[0])
-        ylabel, xscale = ("greedy return", "log") if y == "greedy_return" else ("training return", "linear")
+        ylabel, xscale = (
+            ("greedy return", "log") if y == "greedy_return" else ("training return", "linear")
+        )
         axis.set(title=title, xlabel="environment steps", ylabel=ylabel, xscale=xscale)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
@@ -146,6 +172,7 @@ def draw_overview(path):
     adaptation.draw_panel(axes[3], setting, trials[setting], found)
     axes[3].set(title="RL$^2$ on 10-armed bandits", ylabel="mean reward")
     save_figure(figure, path)
+
 
 def main():
     args = tyro.cli(Args, description=__doc__)
@@ -159,6 +186,7 @@ def main():
         write_csv(args.csv, list(thinned(curves)))
     if args.output:
         draw(curves, args)
+
 
 if __name__ == "__main__":
     run(main)

@@ -1,9 +1,9 @@
 """Scores of finished runs: a row per run as CSV, and a table of means and stds over seeds.
 
-    python benchmarks/scores.py runs/* --csv benchmarks/results/scores.csv
-    python benchmarks/scores.py benchmarks/results/scores.csv
-    python benchmarks/scores.py benchmarks/results/scores.csv --bootstrap    with an interval of the mean
-"""
+python benchmarks/scores.py runs/* --csv benchmarks/results/scores.csv
+python benchmarks/scores.py benchmarks/results/scores.csv
+python benchmarks/scores.py benchmarks/results/scores.csv --bootstrap    with an interval of the
+mean"""
 
 import importlib
 import json
@@ -22,8 +22,13 @@ from tables import UsageError, over_seeds, read_csv, run, write_csv
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ALWAYS = ("env_id", "seed", "stop_early")  # flags that a command shows even where they are the preset's
+ALWAYS = (
+    "env_id",
+    "seed",
+    "stop_early",
+)  # flags that a command shows even where they are the preset's
 OWN = ("run_dir", "resume", "evaluate", "preset")  # flags that say where a run is, not what it is
+
 
 @dataclass
 class Args:
@@ -31,11 +36,15 @@ class Args:
     csv: Path | None = None  # table to write, a row per run
     bootstrap: bool = False  # add a 95 % interval of the mean, for what its seeds tell
 
+
 def machine():
     """Number of cores and processor of this machine, which should be that of the runs."""
     info = Path("/proc/cpuinfo")
-    name = re.search("^model name.*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    name = (
+        re.search("^model name.*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    )
     return f"{os.cpu_count()} cores of {name[1] if name else platform.processor()}"
+
 
 def command_of(args):
     """The command of a run, rebuilt from the flags that are not those of its preset."""
@@ -63,6 +72,7 @@ def command_of(args):
             words.append(f"--{name} {shlex.quote(str(value))}")
     return " ".join(words)
 
+
 def read_run(folder):
     """One row from a run folder: what was run, with what, and what came out."""
     args = json.loads((folder / "args.json").read_text())
@@ -70,32 +80,43 @@ def read_run(folder):
     row |= json.loads((folder / "summary.json").read_text())
     row["command"] = command_of(args)
     row |= {name: args[name] for name in ("torch", "numpy", "gymnasium")}
-    return row | {"python": platform.python_version(), "machine": machine(), "git_commit": args["git_commit"]}
+    return row | {
+        "python": platform.python_version(),
+        "machine": machine(),
+        "git_commit": args["git_commit"],
+    }
+
 
 def read_rows(source):
-    """Rows of a table that --csv has written, or one of a run folder, none of an unfinished run's."""
+    """Rows of a table that --csv has written, or one of a run folder, none of an unfinished
+    run's."""
     if source.suffix == ".csv":
         return read_csv(source, "command")
     return [read_run(source)] if (source / "summary.json").exists() else []
 
+
 def interval(values):
-    """95 % interval of the mean over seeds: percentiles of the means of 10,000 bootstrap samples."""
+    """95 % interval of the mean over seeds: percentiles of the means of 10,000 bootstrap
+    samples."""
     means = np.random.default_rng(0).choice(values, (10_000, len(values))).mean(1)
     return np.percentile(means, [2.5, 97.5])
+
 
 def print_table(rows, bootstrap):
     """Mean and std over seeds of the deterministic evaluation's means, and of the sampled one's.
 
-    Runs of Muesli that stopped once they were solved show the median and greatest number of steps until then.
-    RL^2's runs are left to adaptation.py, whose settings are more than a name."""
+    Runs of Muesli that stopped once they were solved show the median and greatest number of steps
+    until then. RL^2's runs are left to adaptation.py, whose settings are more than a name."""
     groups = defaultdict(list)
     for row in rows:
         if not row.get("trial_return_mean"):
             early = row.get("solved_at") and "--no-stop-early" not in row["command"]
             steps = "" if early else f"{float(row['global_step']) / 1e3:.0f} k"
             groups[row["env_id"], row["exp_name"], steps].append(row)
-    print("| environment | setting | steps | seeds | deterministic | sampled | each seed |"
-          + " 95 % of the mean |" * bootstrap)
+    print(
+        "| environment | setting | steps | seeds | deterministic | sampled | each seed |"
+        + " 95 % of the mean |" * bootstrap
+    )
     print("|---|---|---|---|---|---|---|" + "---|" * bootstrap)
     for (env_id, exp_name, steps), runs in sorted(groups.items(), key=str):
         runs.sort(key=lambda run: int(run["seed"]))
@@ -105,12 +126,20 @@ def print_table(rows, bootstrap):
         if not steps:
             solved = [float(run["solved_at"]) for run in runs]
             steps = f"solved at {np.median(solved):.0f} (median), {max(solved):.0f} (last)"
-        cells = [env_id, exp_name, steps, str(len(runs)), over_seeds(evals, digits),
-                 over_seeds(sampled, digits), ", ".join(f"{value:.{digits}f}" for value in evals)]
+        cells = [
+            env_id,
+            exp_name,
+            steps,
+            str(len(runs)),
+            over_seeds(evals, digits),
+            over_seeds(sampled, digits),
+            ", ".join(f"{value:.{digits}f}" for value in evals),
+        ]
         if bootstrap:
             ends = " to ".join(f"{end:.{digits}f}" for end in interval(evals))
             cells.append(ends if len(evals) > 1 else "-")
         print(f"| {' | '.join(cells)} |")
+
 
 def main():
     args = tyro.cli(Args, description=__doc__)
@@ -120,6 +149,7 @@ def main():
     if args.csv:
         write_csv(args.csv, rows)
     print_table(rows, args.bootstrap)
+
 
 if __name__ == "__main__":
     run(main)

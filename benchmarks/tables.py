@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 class UsageError(Exception):
     """Invalid usage: printed as one line, exit status 2."""
 
+
 def run(main):
     """Call a script's main function."""
     try:
@@ -17,6 +18,7 @@ def run(main):
     except (UsageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
 
 def read_run(run_dir):
     """Rows of a run: of its metrics.csv or, where it has none, of its TensorBoard events."""
@@ -30,14 +32,16 @@ def read_run(run_dir):
         if kind != "eval":
             for x in events.Scalars(tag):
                 rows.setdefault(x.step, {"global_step": str(x.step)})[name] = str(x.value)
-    for step, row in sorted(rows.items()):
-        seconds += (step - last_step) / float(row["SPS"])
-        last_step, row["seconds"] = step, str(seconds)
-        row.setdefault("episodic_return", "nan")
-        row.setdefault("episodic_length", "nan")
     if not rows:
         raise UsageError(f"{run_dir} holds no metrics.csv and no events")
+    last = {name: "nan" for row in rows.values() for name in row}
+    last |= {"episodic_return": "nan", "episodic_length": "nan"}
+    for step, row in sorted(rows.items()):
+        seconds += (step - last_step) / float(row.get("SPS", "inf"))
+        last_step, row["seconds"] = step, str(seconds)
+        last = rows[step] = last | row  # an evaluation counts until the next one
     return [rows[step] for step in sorted(rows)]
+
 
 def read_csv(path, *needed):
     """Rows of a table, each of which has a value in the columns `needed`."""
@@ -50,8 +54,11 @@ def read_csv(path, *needed):
         raise UsageError(f"{path} has no rows")
     for name in needed:
         if not all(row.get(name) for row in rows):
-            raise UsageError(f"{path} has a row without {name}: it is cut, or a table of something else")
+            raise UsageError(
+                f"{path} has a row without {name}: it is cut, or a table of something else"
+            )
     return rows
+
 
 def write_csv(path, rows):
     """Write rows, which may differ in their columns."""
@@ -62,14 +69,17 @@ def write_csv(path, rows):
         writer.writeheader()
         writer.writerows(rows)
 
+
 def sample_std(values):
     """Over seeds, the first axis; a single seed tells nothing about it: 0."""
     return np.std(values, axis=0, ddof=1) if len(values) > 1 else np.zeros_like(values[0])
+
 
 def over_seeds(values, digits=0):
     """Mean and sample standard deviation as a table shows them."""
     std = f" ± {sample_std(values):.{digits}f}" if len(values) > 1 else ""
     return f"{np.mean(values):.{digits}f}{std}"
+
 
 def save_figure(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,8 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Se
 
 
 class Probe(gym.Env):
-    """Episodes of `length` steps. Subclasses say what is observed and what an action earns in step `t`."""
+    """Episodes of `length` steps. Subclasses say what is observed and what an action earns in step
+    `t`."""
 
     observation_space = Box(-1, 1, (1,))
     action_space = Discrete(2)
@@ -43,6 +44,7 @@ class Probe(gym.Env):
         self.t += 1
         return self.observe(), reward, self.t == self.length, False, self.info()
 
+
 class Bandit(Probe):
     """Best action 0.5, best return 0."""
 
@@ -50,6 +52,7 @@ class Bandit(Probe):
 
     def reward(self, action):
         return -((action[0] - 0.5) ** 2)
+
 
 class Chain(Probe):
     """Only the last of five steps is rewarded: the value before step t is gamma^(4 - t)."""
@@ -63,14 +66,16 @@ class Chain(Probe):
     def reward(self, action):
         return self.t == 4
 
+
 class Forever(Probe):
     """Reward 1 in every step, cut by a time limit only: the value is 1 / (1 - gamma)."""
 
     length = None
 
+
 class Line(Probe):
-    """Observations 1, 2, 3 and 4, all in one array; the third step ends the episode, by a time limit or
-    in a terminal state."""
+    """Observations 1, 2, 3 and 4, all in one array; the third step ends the episode, by a time
+    limit or in a terminal state."""
 
     observation_space = Box(0, 100, (1,))
 
@@ -87,6 +92,7 @@ class Line(Probe):
         end = self.t == 3
         return obs, reward, end and not self.truncate, end and self.truncate, {}
 
+
 class Memory(Probe):
     """The cue, 0 or 1, is seen in step 0 and must be given back in the last of four steps."""
 
@@ -102,8 +108,10 @@ class Memory(Probe):
     def reward(self, action):
         return self.t == self.length - 1 and action == self.cue
 
+
 class Masked(Probe):
-    """The higher action is the better; in each step, or in the first only, two of four are forbidden."""
+    """The higher action is the better; in each step, or in the first only, two of four are
+    forbidden."""
 
     action_space = Discrete(4)
     length = 3
@@ -125,6 +133,7 @@ class Masked(Probe):
             raise ValueError(f"action {action} is forbidden")
         return action / 3
 
+
 class Target(Probe):
     """One step that earns the share of the action's components that are those of `target`."""
 
@@ -135,8 +144,10 @@ class Target(Probe):
     def reward(self, action):
         return np.mean(np.asarray(action) == self.target)
 
+
 class Shown(Probe):
-    """An observation of any space. Where it has a part "target", that is the action which earns 1."""
+    """An observation of any space. Where it has a part "target", that is the action which earns
+    1."""
 
     action_space = Discrete(3)
 
@@ -150,6 +161,7 @@ class Shown(Probe):
 
     def reward(self, action):
         return isinstance(self.shown, dict) and action == self.shown["target"]
+
 
 class Squares:
     """Stands in for ALE's games: a bright square says which action earns 3 points, RIGHT or LEFT.
@@ -182,8 +194,11 @@ class Squares:
 
     def infos(self):
         frames = self.args.frame_skip * np.array([self.t, np.full(self.num_envs, self.steps)]) + 1
-        return {"lives": self.lives - self.t // self.life, "episode_frame_number": frames[0],
-                "frame_number": frames[1]}
+        return {
+            "lives": self.lives - self.t // self.life,
+            "episode_frame_number": frames[0],
+            "frame_number": frames[1],
+        }
 
     def step(self, actions):
         reward = 3 * (actions == self.side + 2)
@@ -200,6 +215,7 @@ class Squares:
     def close(self):
         pass
 
+
 ENVIRONMENTS = {
     "Bandit-v0": (Bandit, {}),
     "Chain-v0": (Chain, {}),
@@ -210,12 +226,19 @@ ENVIRONMENTS = {
     "Levels-v0": (Target, {"action_space": Box(0, 9, (2,), int), "target": 0}),
     "MultiBinary-v0": (Target, {"action_space": MultiBinary(3), "target": [1, 0, 1]}),
     "MultiDiscrete-v0": (
-        Target, {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]}),
+        Target,
+        {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]},
+    ),
     "ShownBooleans-v0": (Shown, {"observation_space": Box(0, 1, (2,), bool)}),
-    "ShownDict-v0": (Shown, {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))}),
+    "ShownDict-v0": (
+        Shown,
+        {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))},
+    ),
     "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
     "ShownTiny-v0": (Shown, {"observation_space": Box(0, 1, (2, 2, 3))}),
     "ShownWords-v0": (Shown, {"observation_space": Sequence(Box(0, 9, (2,), int))}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():
-    gym.register(name, entry_point, kwargs=kwargs, max_episode_steps=5 if name == "Forever-v0" else None)
+    gym.register(
+        name, entry_point, kwargs=kwargs, max_episode_steps=5 if name == "Forever-v0" else None
+    )

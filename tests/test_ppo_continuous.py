@@ -124,7 +124,7 @@ def run(run_dir, checkpoint=None, script=ppo, on_update=None, on_gae=None, eval_
     return seen
 
 
-# ------------------------------------------------------------------ advantages and statistics
+# ------------------------------------------------------------------------ advantages and statistics
 
 
 def random_rollout(seed, steps=12, envs=5):
@@ -190,7 +190,7 @@ def test_running_scale_has_the_unit_of_the_data(unit):
     assert zeros.scale == 1
 
 
-# -------------------------------------------------------------------- loss and optimizer step
+# -------------------------------------------------------------------------- loss and optimizer step
 
 
 def random_batch(agent, L):
@@ -267,7 +267,7 @@ def test_gradients_and_step_are_those_of_the_written_out_loss(flags):
     assert (weights(agent) != before).float().mean() > 0.9
 
 
-# ------------------------------------------------------------------------- policies and actions
+# ----------------------------------------------------------------------------- policies and actions
 
 
 def distribution(agent, obs, mask=None):
@@ -367,13 +367,15 @@ def test_to_env_gives_members_of_the_space_with_its_dtype(space):
     agent, done = bare_agent(space), torch.zeros(20)
     mask = agent.read_mask({}, 20)
     with torch.no_grad():
-        action, *_ = agent.get_action_and_value(torch.randn(20, 3), torch.zeros(0, 20, 16), done, mask)
+        action, *_ = agent.get_action_and_value(
+            torch.randn(20, 3), torch.zeros(0, 20, 16), done, mask
+        )
     items = agent.to_env(action)
     for item in items[:, 0] if isinstance(space, Discrete) and items.ndim == 2 else items:
         assert space.contains(item) and np.asarray(item).dtype == space.dtype
 
 
-# ---------------------------------------------------------------------- invariants of a training
+# ------------------------------------------------------------------------- invariants of a training
 
 
 @pytest.mark.parametrize(
@@ -610,7 +612,7 @@ def test_unit_of_rewards_does_not_change_the_policy(flags, tmp_path):
         torch.testing.assert_close(actor(scale)[0], expected, rtol=0, atol=2e-3)
 
 
-# ---------------------------------------------------------------------------- learning probes
+# ---------------------------------------------------------------------------------- learning probes
 
 FAST = {
     "num_envs": 16,
@@ -675,5 +677,7 @@ def test_learns_masked_choices_and_never_plays_forbidden_ones(tmp_path):
     allowed = list(combinations(range(4), 2))
     mask = torch.tensor([[[i in pair for i in range(4)]] for pair in allowed])
     state, done = torch.zeros(0, len(allowed), 16), torch.zeros(len(allowed))
-    action, *_ = agent.get_action_and_value(torch.zeros(len(allowed), 1), state, done, mask, greedy=True)
+    action, *_ = agent.get_action_and_value(
+        torch.zeros(len(allowed), 1), state, done, mask, greedy=True
+    )
     assert action.flatten().tolist() == [max(pair) for pair in allowed]

@@ -1,4 +1,5 @@
-"""ppo_continuous as a user meets it: changed copies, resume, command line, run folder, processes."""
+"""ppo_continuous as a user meets it: changed copies, resume, command line, run folder,
+processes."""
 
 import dataclasses
 import importlib
@@ -91,11 +92,12 @@ def test_evaluation_changes_nothing(tmp_path):
     assert all(torch.equal(x, before[name]) for name, x in agent.state_dict().items())
 
 
-# ------------------------------------------------------------------------ made to be changed
+# ------------------------------------------------------------------------------- made to be changed
 
 SOURCE = Path(ppo.__file__).read_text()
-OPTIMIZER = """    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
-"""
+OPTIMIZER = (
+    "    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)\n"
+)
 LOSS = "    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [D10]\n"
 CHANGES = {
     "adamw": [
@@ -110,7 +112,8 @@ CHANGES = {
     "auxiliary_loss": [
         (
             "        self.num_states = {",
-            "        self.extra = nn.Linear(args.hidden[-1], num_inputs)\n\n        self.num_states = {",
+            "        self.extra = nn.Linear(args.hidden[-1], num_inputs)\n"
+            "        self.num_states = {",
         ),
         (
             LOSS,
@@ -180,7 +183,7 @@ def test_change(name, compiled, tmp_path, monkeypatch, capsys):
     assert again["progress"]["iteration"] == checkpoint["progress"]["iteration"] + 1
 
 
-# ------------------------------------------------------------------------ resume, bad input
+# -------------------------------------------------------------------------------- resume, bad input
 
 LIMIT = {"env_kwargs": '{"max_episode_steps": 20}', "checkpoint_every": 2, "total_timesteps": 256}
 

@@ -10,7 +10,7 @@ from conftest import ROOT, run_python
 @pytest.mark.parametrize(("command", "number", "least"), [
     ("ppo_continuous.py --env-id Pendulum-v1 --total-timesteps 200000", "eval_mean", -200),
     ("muesli_cartpole.py", "eval_mean", 475),
-    ("rl2_meta.py --env-id Bandit --num-arms 5 --episodes-per-trial 10", "trial_return_greedy_mean", 6.62),
+    ("rl2_meta.py --env-id Bandit --num-arms 5", "trial_return_greedy_mean", 6.62),
     ("ppo_atari.py --env-id Breakout --total-timesteps 2000000 --seed 2", "eval_mean", 30),
 ])  # fmt: skip
 def test_reaches_the_score(command, number, least, tmp_path):
