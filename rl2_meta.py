@@ -823,7 +823,8 @@ class RunLog:
         about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
         if shutil.which("git"):
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            about["git_commit"] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+            about["git_commit"] = commit or None
         (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import wandb
@@ -930,7 +931,7 @@ def main():
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
         hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {str(error).strip().splitlines()[0]}{hint}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:1000]}{hint}", file=sys.stderr)
         sys.exit(2)
 
 

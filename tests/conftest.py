@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -102,6 +103,12 @@ def main(tmp_path, monkeypatch, capsys):
         return out, err
 
     return call_main
+
+
+def resume(main, script, flags=""):
+    """Not in the second of the first start: event files are read in the order of their seconds."""
+    time.sleep(1.1)
+    return main(script, f"--resume run {flags}")
 
 
 def load(run_dir):

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SHORT, all_scripts, flat, load, read_events, run_python
+from conftest import ROOT, SHORT, all_scripts, flat, load, read_events, resume, run_python
 
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
@@ -46,7 +46,7 @@ def test_killed_and_resumed(finished, tmp_path, main):
     run_python(f"killed.py {SHORT[script]} --run-dir run", tmp_path, status=-signal.SIGKILL)
     iteration = load(tmp_path / "run")["progress"]["iteration"]
     assert 0 < iteration < load(finished.folder / "run")["progress"]["iteration"]
-    main(script, "--resume run")
+    resume(main, script)
     check_same(tmp_path / "run", finished.folder / "run")
 
 
@@ -64,7 +64,7 @@ def test_killed_while_it_saves(moment, finished, tmp_path, main, monkeypatch):
         main(finished.script, f"{SHORT[finished.script]} --run-dir run", status=130)
     first = load(tmp_path / "run")["progress"]["iteration"]
     assert first == load(tmp_path / "run")["args"]["checkpoint_every"]
-    main(finished.script, "--resume run")
+    resume(main, finished.script)
     assert not list((tmp_path / "run").glob("*.tmp"))
     check_same(tmp_path / "run", finished.folder / "run")
 

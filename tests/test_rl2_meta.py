@@ -529,6 +529,7 @@ def test_training_does_not_depend_on_the_unit_of_rewards(unit, tmp_path, monkeyp
         agent = trained(tmp_path / str(scale), **SCALED).agent
         weights.append(agent.actor.weight)
         assert agent.obs_rms.count == agent.reward_rms.count == 640
+        assert agent.normalize(torch.tensor([1e9, -1e9]), 0, 1).tolist() == [10, -10]
         assert (agent.reward_rms.scale / scale).item() == pytest.approx(0.8, abs=0.4)
     assert torch.equal(*weights)
 

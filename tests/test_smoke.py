@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from conftest import flat, load, read_events
+from conftest import flat, load, read_events, resume
 
 pytestmark = pytest.mark.smoke
 
@@ -111,7 +111,7 @@ def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
 
 def test_resume_extends_a_finished_run(finished, run_dir, main):
     before, total = read_events(run_dir), load(run_dir)["args"]["total_timesteps"]
-    main(finished.script, f"--resume run --total-timesteps {total * 3 // 2}")
+    resume(main, finished.script, f"--total-timesteps {total * 3 // 2}")
     after = read_events(run_dir)["charts/SPS"]
     assert list(after.items())[: len(before["charts/SPS"])] == list(before["charts/SPS"].items())
     assert list(after)[-1] == read_summary(run_dir)["global_step"] >= total * 3 // 2
