@@ -270,8 +270,6 @@ def make_envs(args, num_envs, video_dir=None):
     """Environments whose reset with seeds begins a trial in as many new tasks."""
     if args.env_id in ("Bandit", "TabularMDP"):
         return Bandit(args, num_envs) if args.env_id == "Bandit" else TabularMDP(args, num_envs)
-    if importlib.util.find_spec("mujoco"):  # else its warnings come once per environment
-        importlib.import_module("mujoco").set_mju_user_warning(lambda message: None)
     envs = gym.vector.SyncVectorEnv(
         [partial(make_env, args, i, None if i else video_dir) for i in range(num_envs)],
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
