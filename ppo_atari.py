@@ -477,6 +477,7 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
     # As loss.backward(), which trains nothing, without a word, where a print() cuts its graph.
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
     for param, grad in zip(params, grads, strict=True):
+        grad = grad.contiguous()  # Adam(fused=True) takes gradients as they lie in memory
         param.grad = mean_over_ranks(grad) if WORLD_SIZE > 1 else grad
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]
@@ -536,9 +537,7 @@ def train(args, checkpoint=None):
             rnn_state = torch.zeros(agent.num_states, N, args.rnn_hidden, device=device)  # [D33]
 
         # Rollout
-        obs = torch.zeros(
-            T, *next_obs.shape, dtype=next_obs.dtype, device=device
-        )  # (T, N, C, H, W)
+        obs = torch.zeros(T, *next_obs.shape, dtype=next_obs.dtype, device=device)  # (T, N, ...)
         masks = torch.zeros(T, *next_mask.shape, dtype=torch.bool, device=device)  # (T, N, A)
         actions = torch.zeros(T, N, dtype=torch.int64, device=device)
         logprobs, rewards, dones, values = torch.zeros(4, T, N, device=device)

@@ -504,6 +504,7 @@ def compute_gradients(agent, params, batch, index, ent_coef):
 
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
     for param, grad in zip(params, grads, strict=True):
+        grad = grad.contiguous()  # Adam(fused=True) takes gradients as they lie in memory
         param.grad = mean_over_ranks(grad) if WORLD_SIZE > 1 else grad
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]

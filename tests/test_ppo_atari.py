@@ -319,6 +319,24 @@ def test_actions_are_sampled_by_their_probabilities_and_masked():
 # ----------------------------------------------------------------------------------------- training
 
 
+def test_a_fused_step_is_adams():
+    """Gradients of convolutions lie channels last: fused Adam would take them for transposed."""
+    agents = [make_agent(), make_agent()]
+    agents[1].load_state_dict(agents[0].state_dict())
+    obs, state, done, mask, action = random_batch(8)
+    batch = {"obs": obs, "dones": done, "masks": mask, "actions": action, "logprobs": done}
+    batch |= {"advantages": torch.randn(8), "values": done, "returns": torch.randn(8)}
+    batch = {name: x[None] for name, x in batch.items()}
+    for agent, fused in zip(agents, (True, False), strict=True):
+        params = list(agent.parameters())
+        optimizer = torch.optim.Adam(params, 1e-2, fused=fused)
+        for _ in range(2):
+            atari.compute_gradients(agent, params, batch, state, torch.arange(8), 0.1)
+            optimizer.step()
+    for one, two in zip(agents[0].parameters(), agents[1].parameters(), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("flags", [{}, {"rnn": "lstm"}, {"rnn": "gru", "rnn_seq_len": 4}], ids=str)
 def test_the_first_minibatch_has_the_rollouts_probabilities(flags, tmp_path, monkeypatch):
     """Ratios of 1 and values of the rollout, though lives end within it."""
