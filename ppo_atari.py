@@ -542,7 +542,7 @@ def train(args, checkpoint=None):
         actions = torch.zeros(T, N, dtype=torch.int64, device=device)
         logprobs, rewards, dones, values = torch.zeros(4, T, N, device=device)
         rnn_states = torch.zeros(T, *rnn_state.shape, device=device)
-        episodes = []
+        episodes, time_limits = [], []
         for t in range(T):
             obs[t], dones[t], masks[t], rnn_states[t] = next_obs, next_done, next_mask, rnn_state
             with torch.no_grad():
@@ -557,9 +557,7 @@ def train(args, checkpoint=None):
             cut = np.flatnonzero(truncated & ~terminated)  # by a time limit
             if args.truncation_bootstrap and len(cut):
                 final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), device=device)
-                with torch.no_grad():
-                    value, _ = agent.get_value(final_obs, rnn_state[:, cut], 0 * next_done[cut])
-                rewards[t, cut] += args.gamma * agent.return_rms.scale * value
+                time_limits.append((t, cut, final_obs, rnn_state[:, cut]))
             for n in np.flatnonzero(infos.get("_episode", [])):
                 episodes.append([infos["episode"][key][n].item() for key in ("r", "l")])
 
@@ -574,10 +572,15 @@ def train(args, checkpoint=None):
                         values, last_state = agent.get_value(
                             obs.flatten(0, 1), rnn_states[0], dones.flatten()
                         )
-                    next_value, _ = agent.get_value(next_obs, last_state, next_done)
+                    next_value = std * agent.get_value(next_obs, last_state, next_done)[0]
+                    # Anew in each epoch: with the rollout's values Hopper's return is halved.
+                    bootstrapped = rewards.clone()
+                    for t, cut, *inputs in time_limits:
+                        value, _ = agent.get_value(*inputs, torch.zeros(len(cut), device=device))
+                        bootstrapped[t, cut] += args.gamma * std * value
                 values = std * values.reshape(T, N)
                 advantages = compute_gae(
-                    rewards, values, dones, std * next_value, next_done, args.gamma, args.gae_lambda
+                    bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values  # TD(lambda)
                 if epoch == 0:
