@@ -14,8 +14,8 @@ Shapes: N environments; B sequences of W = L + K + 1 rows: L roots, K unrolled s
 bootstrap from; A actions, H units of a latent state, S atoms of a value or reward head.
 v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed with others.
 Tags: (7) to (14) are equations, (2), (4.3) to (4.5), (5), (F.1), (F.2) sections of the paper.
-Networks, batches and replay are smaller than the paper's, and with few actions expectations are
-exact; the README lists all differences.
+Unlike the paper's agent: small MLPs, not a ResNet and an LSTM; a smaller replay; expectations
+over all actions, not 16 samples of them (--cmpo sampled: as there).
 """
 
 import copy
@@ -27,7 +27,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -98,7 +97,7 @@ class Args:
     norm_adv_decay: float = 0.99  # decay of that running mean per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior (F.2)
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too (F.2)
-    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: small images, channels first or last
+    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: small images, channels last
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
@@ -132,12 +131,11 @@ class Args:
 
 RANGES = {  # of other numbers: from 0, whole ones from 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "eval_frequency": (0, 10**12),
-    "stop_return": (-1e12, 1e12), "torch_threads": (1, 1024), "learning_rate": (1e-12, 100),
-    "learning_starts": (0, 10**12), "gamma": (0, 1), "tau": (0, 1), "replay_share": (0, 1),
-    "retrace_lambda": (0, 1), "cmpo_clip": (0, 40), "norm_adv_decay": (0, 0.9999),
-    "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5), "hidden_size": (2, 10_000),
-    "head_size": (1, 10_000), "num_bins": (3, 10**6), "value_min": (-1e12, 0),
-    "value_max": (1e-3, 1e12),
+    "stop_return": (-1e12, 1e12), "learning_rate": (1e-12, 100), "learning_starts": (0, 10**12),
+    "gamma": (0, 1), "tau": (0, 1), "replay_share": (0, 1), "retrace_lambda": (0, 1),
+    "buffer_size": (1, 10**8), "cmpo_clip": (0, 40), "norm_adv_decay": (0, 0.9999),
+    "prior_behavior": (0, 0.5), "prior_uniform": (0, 0.5), "num_bins": (3, 10**6),
+    "value_min": (-1e12, 0), "value_max": (1e-3, 1e12), "torch_threads": (1, 1024),
 }  # fmt: skip
 PRESETS = {
     "none": {},
@@ -155,24 +153,18 @@ PRESETS = {
 }  # fmt: skip
 
 
-class KeepInfos(gym.Wrapper):
-    """Drops the other infos: gathering them costs MuJoCo 12 % of a step, and types may differ."""
-
-    KEPT = ()  # add what you want to log
+class DropInfos(gym.Wrapper):
+    """Infos are not used here, and Gymnasium cannot gather all kinds of them."""
 
     def reset(self, **kwargs):
-        obs, info = self.env.reset(**kwargs)
-        return obs, {key: info[key] for key in self.KEPT if info.get(key) is not None}
+        return self.env.reset(**kwargs)[0], {}
 
     def step(self, action):
-        obs, reward, terminated, truncated, info = self.env.step(action)
-        obs = np.array(obs) if truncated else obs  # the reset may write into the same array
-        info = {key: info[key] for key in self.KEPT if info.get(key) is not None}
-        return obs, reward, terminated, truncated, info
+        return *self.env.step(action)[:4], {}
 
 
 def make_env(args, video_dir=None):
-    """One environment of vectors, for a CNN of images, recorded to `video_dir`."""
+    """One environment, of vectors or for a CNN of images, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if video_dir else {}
     try:
         kwargs = json.loads(args.env_kwargs) | render
@@ -181,10 +173,9 @@ def make_env(args, video_dir=None):
         raise UsageError(f"{args.env_id} {args.env_kwargs}: {error}") from error
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
-    ndim = 3 if args.encoder == "cnn" else 1
-    if not (isinstance(env.observation_space, Box) and len(env.observation_space.shape) == ndim):
+    if args.encoder == "mlp":
         env = gym.wrappers.FlattenObservation(env)
-    return KeepInfos(env)
+    return DropInfos(env)
 
 
 def make_envs(args, num_envs, video_dir=None):
@@ -197,8 +188,7 @@ def make_envs(args, num_envs, video_dir=None):
     )
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, Discrete):
-        hint = "list them with a wrapper, or use ppo_continuous.py"
-        raise UsageError(f"{args.env_id}: actions {action_space} are not Discrete; {hint}")
+        raise UsageError(f"{args.env_id}: {action_space} is not Discrete: use ppo_continuous.py")
     ndim = 3 if args.encoder == "cnn" else 1
     if not isinstance(obs_space, Box) or len(obs_space.shape) != ndim:
         raise UsageError(f"{args.env_id}: {obs_space} does not fit the encoder {args.encoder}")
@@ -222,14 +212,12 @@ class Replay(nn.Module):
 
     def __init__(self, envs, args):
         super().__init__()
-        space, N = envs.observation_space, args.num_envs
-        C = args.buffer_size // N
-        if C * space.low.nbytes > 8e9:
-            raise UsageError(f"buffer_size {args.buffer_size}: more than 8 GB to save")
+        space, num_actions = envs.observation_space, int(envs.single_action_space.n)
+        C, N = args.buffer_size // args.num_envs, args.num_envs
         self.obs = nn.Buffer(torch.from_numpy(np.zeros((C, *space.shape), space.dtype)))
         self.actions = nn.Buffer(torch.zeros(C, N, dtype=torch.long))
         self.rewards = nn.Buffer(torch.zeros(C, N))
-        self.behavior = nn.Buffer(torch.zeros(C, N, int(envs.single_action_space.n)))
+        self.behavior = nn.Buffer(torch.zeros(C, N, num_actions))
         self.last = nn.Buffer(torch.zeros(C, N))
         self.terminal = nn.Buffer(torch.zeros(C, N))
         self.count = nn.Buffer(torch.zeros((), dtype=torch.long))  # rows so far
@@ -238,7 +226,7 @@ class Replay(nn.Module):
         """Write a row (N, ...) over the oldest."""
         index = self.count.item() % len(self.last)
         for name, x in row.items():
-            getattr(self, name)[index] = x
+            getattr(self, name)[index] = torch.as_tensor(x)
         self.count += 1
 
     def sample(self, args):
@@ -250,8 +238,7 @@ class Replay(nn.Module):
         # More than one of an environment: the next ones end L rows earlier.
         start[new] = (newest - new // N * args.seq_len).clamp(min=oldest)
         env[new] = torch.randperm(N)[new % N]
-        row = (start + torch.arange(args.window)[:, None]) % C
-        row, env = row.to(self.last.device), env.to(self.last.device)
+        row = (start + torch.arange(args.window)[:, None]) % C  # (W, B)
         return {name: x[row, env] for name, x in self.named_buffers() if name != "count"}
 
 
@@ -278,10 +265,8 @@ class Network(nn.Module):
         super().__init__()
         H, F = args.hidden_size, args.head_size
         self.obs_ndim = len(obs_shape)
-        # Channels are the smaller of the first and the last side.
-        self.channels_last = self.obs_ndim == 3 and obs_shape[-1] <= obs_shape[0]
         if args.encoder == "cnn":  # that of MinAtar's authors (Young and Tian 2019)
-            channels, height, width = np.roll(obs_shape, self.channels_last).tolist()
+            height, width, channels = obs_shape
             size = 16 * (height - 2) * (width - 2)
             first = [nn.Conv2d(channels, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(size, H)]
         else:
@@ -301,8 +286,8 @@ class Network(nn.Module):
     def represent(self, obs):
         """Latent states (..., H) of vectors (..., O), or of images."""
         x = obs.float().flatten(0, -1 - self.obs_ndim)
-        if self.channels_last:
-            x = x.movedim(-1, 1).contiguous()
+        if self.obs_ndim == 3:
+            x = x.movedim(-1, 1)  # channels first
         return self.norm(self.encoder(x)).unflatten(0, obs.shape[: -self.obs_ndim])
 
     def dynamics(self, state, action):
@@ -351,9 +336,6 @@ class Agent(nn.Module):
         policy = (1 - uniform) * policy + uniform / self.num_actions  # (F.2)
         action = policy.argmax(-1) if greedy else policy.multinomial(1).squeeze(-1)
         return action, policy
-
-    def forward(self, obs, actions):
-        return self.online(obs, actions)
 
 
 def retrace(rewards, discounts, values, q_taken, traces):
@@ -411,12 +393,11 @@ def make_targets(agent, batch):
     # Retrace (4.4), to absorbing states without rewards (2)
     expected_q = (pi_prior * q_hat).sum(-1)  # (W, B)
     discounts = args.gamma * (1 - batch["terminal"])
-    if args.retrace:
-        q_taken = q_hat.gather(-1, action).squeeze(-1)
-        ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1)
-        traces = args.retrace_lambda * ratio.clamp(max=1)
-    else:  # the rewards up to the end of the sequence, then expected_q
-        q_taken, traces = expected_q, torch.ones_like(expected_q)
+    q_taken = q_hat.gather(-1, action).squeeze(-1)
+    ratio = (pi_prior / batch["behavior"]).gather(-1, action).squeeze(-1)
+    traces = args.retrace_lambda * ratio.clamp(max=1)
+    if not args.retrace:  # the rewards up to the end of the sequence, then expected_q
+        q_taken, traces = expected_q, torch.ones_like(traces)
     traces = traces * (1 - batch["last"])
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
 
@@ -429,12 +410,8 @@ def make_targets(agent, batch):
         agent.beta_product *= beta
         scale = (agent.adv_sq / (1 - agent.beta_product) + 1e-12).rsqrt()
     pi_cmpo = cmpo(pi_prior, scale * (q_hat - v_hat.unsqueeze(-1)), args)
-    return {
-        "pi_cmpo": pi_cmpo,
-        "pi_prior": pi_prior,
-        "returns": returns,
-        "adv_hat": scale * advantages,
-    }
+    adv_hat = scale * advantages
+    return {"pi_cmpo": pi_cmpo, "pi_prior": pi_prior, "returns": returns, "adv_hat": adv_hat}
 
 
 def muesli_loss(agent, batch, targets):
@@ -450,7 +427,7 @@ def muesli_loss(agent, batch, targets):
         return nn.functional.kl_div(logprobs, target, reduction="none").sum(-1)
 
     actions = unroll(batch["actions"])[:-1]  # (K, L, B)
-    logits, value_logits, reward_logits = agent(batch["obs"][:L], actions)
+    logits, value_logits, reward_logits = agent.online(batch["obs"][:L], actions)
     logprobs = logits.log_softmax(-1)  # (K + 1, L, B, A)
 
     # An episode that ends two steps after its root (here K = 4):
@@ -493,29 +470,25 @@ def muesli_loss(agent, batch, targets):
         + args.value_coef * value_loss
         + args.reward_coef * reward_loss
     )
-    with torch.no_grad():  # what to watch
-        entropy = -masked_mean((logprobs[0].exp() * logprobs[0]).sum(-1), root)
-        x = torch.cat([returns, rewards])
-        metrics = {
-            "policy_loss": pg_loss,
-            "cmpo_loss": cmpo_loss,
-            "model_loss": model_loss,
-            "value_loss": value_loss,
-            "reward_loss": reward_loss,
-            "entropy": entropy,
-            "kl_to_prior": masked_mean(kl(targets["pi_prior"][:L], logprobs[0]), root),
-            "clipped_targets": ((x < args.value_min) | (x > args.value_max)).float().mean(),
-        }
+    x = torch.cat([returns, rewards])
+    metrics = {
+        "policy_loss": pg_loss,
+        "cmpo_loss": cmpo_loss,
+        "model_loss": model_loss,
+        "value_loss": value_loss,
+        "reward_loss": reward_loss,
+        "entropy": -masked_mean((logprobs[0].exp() * logprobs[0]).sum(-1), root),
+        "kl_to_prior": masked_mean(kl(targets["pi_prior"][:L], logprobs[0]), root),
+        "clipped_targets": ((x < args.value_min) | (x > args.value_max)).float().mean(),
+    }
     return loss, {name: x.detach() for name, x in metrics.items()}
 
 
 class ClippedAdamW(torch.optim.AdamW):
-    """AdamW whose normalized update is clipped elementwise (F.1).
+    """AdamW that moves no weight by more than `clip` times its learning rate (F.1)."""
 
-    That is: no weight moves by more than `clip` times its learning rate."""
-
-    def __init__(self, params, clip, **kwargs):
-        super().__init__(params, fused=True, **kwargs)
+    def __init__(self, params, lr, weight_decay, clip):
+        super().__init__(params, lr, weight_decay=weight_decay, fused=True)
         self.clip = clip
 
     @torch.no_grad()
@@ -524,7 +497,7 @@ class ClippedAdamW(torch.optim.AdamW):
         super().step()
         for param, value, group in old if self.clip else []:
             limit = self.clip * group["lr"]
-            param.sub_(value).clamp_(-limit, limit).add_(value)
+            param.clamp_(value - limit, value + limit)
 
 
 def train(args, checkpoint=None):
@@ -534,10 +507,7 @@ def train(args, checkpoint=None):
     torch.manual_seed(args.seed)
     agent, replay = Agent(envs, args).to(device), Replay(envs, args).to(device)
     optimizer = ClippedAdamW(
-        agent.online.parameters(),
-        args.clip_update,
-        lr=args.learning_rate,
-        weight_decay=args.weight_decay,
+        agent.online.parameters(), args.learning_rate, args.weight_decay, args.clip_update
     )
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -546,22 +516,21 @@ def train(args, checkpoint=None):
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     T, N = args.train_frequency, args.num_envs
-    tensor = partial(torch.as_tensor, dtype=torch.float32, device=device)
     checkpoint_every = args.checkpoint_every or max(1, args.total_timesteps // (N * T) // 20)
     spec = envs.unwrapped.envs[0].spec
     exact = (spec.max_episode_steps or np.inf) <= checkpoint_every * T  # episodes fit between two
-    thresholds = args.stop_return, spec.reward_threshold, np.inf
-    stop_return = next(x for x in thresholds if x is not None)
-    progress.setdefault("evaluations", [])  # [steps, return]
+    threshold = np.inf if spec.reward_threshold is None else spec.reward_threshold
+    stop_return = threshold if args.stop_return is None else args.stop_return
     log = RunLog(args, device, progress, exact)
+    evaluations = progress.setdefault("evaluations", [])  # [steps, return]
     iteration, global_step = progress["iteration"], progress["global_step"]
     first_iteration, last_step, last_time = iteration + 1, global_step, time.perf_counter()
-    losses, warned = defaultdict(list), False
+    losses, warned = [], False
 
     while global_step < args.total_timesteps:
         if args.stop_early and "solved_at" in progress:
             break
-        iteration += 1
+        iteration, before = iteration + 1, global_step
 
         # After a checkpoint all episodes begin anew, so that a resumed run needs only its seed.
         if iteration == first_iteration or (exact and (iteration - 1) % checkpoint_every == 0):
@@ -573,18 +542,17 @@ def train(args, checkpoint=None):
         episodes = []
         for _ in range(T):
             obs = torch.as_tensor(next_obs, device=device)
-            check_finite(iteration, observations=obs)
             with torch.no_grad():
                 action, policy = agent.get_action(obs)
             next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
-            check_finite(iteration, rewards=reward)
+            check_finite(iteration, observations=next_obs, rewards=reward)
             replay.add(
                 obs=obs,
                 actions=action,
-                rewards=tensor(reward),
+                rewards=reward,
                 behavior=policy,
-                last=tensor(last),
-                terminal=tensor(terminal),
+                last=last,
+                terminal=terminal,
             )
             global_step += N - last.sum().item()  # a reset is no step
             last, terminal = terminated | truncated, terminated
@@ -603,11 +571,10 @@ def train(args, checkpoint=None):
             loss, metrics = muesli_loss(agent, batch, targets)
             grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
             for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
+                param.grad = grad.contiguous()  # AdamW(fused=True) takes it as it lies in memory
             metrics["grad_norm"] = nn.utils.get_total_norm(grads)
             check_finite(iteration, **metrics)
-            for name, x in metrics.items():
-                losses[name].append(x)
+            losses.append(metrics)
             optimizer.step()
 
             # The target network is a moving average of the online one
@@ -617,28 +584,26 @@ def train(args, checkpoint=None):
                     target.lerp_(param, args.tau)
 
         # Evaluate
-        evaluations, every = progress["evaluations"], args.eval_frequency
-        evaluated_at, last_return = evaluations[-1] if evaluations else (0, -np.inf)
-        if every and global_step // every > evaluated_at // every:
+        every = args.eval_frequency or np.inf
+        if global_step // every > before // every:
             mean_return = play_episodes(agent, True, args.seed, 2**31, global_step).mean().item()
             tqdm.write(f"step {global_step}: deterministic return {mean_return:.6g}")
             log.writer.add_scalar("charts/greedy_return", mean_return, global_step)
-            progress["evaluations"] = [*evaluations, [global_step, mean_return]]
-            if "solved_at" not in progress and min(last_return, mean_return) >= stop_return:
-                progress["solved_at"] = evaluated_at  # twice in a row
-            evaluated_at = global_step
+            evaluations.append([global_step, mean_return])
+            if len(evaluations) > 1 and min(x for _, x in evaluations[-2:]) >= stop_return:
+                progress.setdefault("solved_at", evaluations[-2][0])
 
         # Log and save
         save = iteration % checkpoint_every == 0
-        if save or evaluated_at == global_step or global_step // 500 > last_step // 500:
+        if losses and (save or global_step // 500 > before // 500):
             seconds = time.perf_counter() - last_time
             progress["seconds"] += seconds
-            means = {name: torch.stack(x).mean().item() for name, x in losses.items()}
-            log.bar.total = max(log.bar.total, global_step)  # the last iteration may pass it
+            means = {
+                name: torch.stack([x[name] for x in losses]).mean().item() for name in losses[0]
+            }
             log.write(progress, optimizer, means, (global_step - last_step) / seconds)
-            last_step, last_time = global_step, last_time + seconds
-            losses.clear()
-            if means.get("clipped_targets", 0) > 0 and not warned:
+            losses, last_step, last_time = [], global_step, last_time + seconds
+            if means["clipped_targets"] > 0 and not warned:
                 tqdm.write("targets beyond value_min or value_max are clipped")
                 warned = True
         if save:

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement  # pytest needs it, too
 # Every script has its own.
 OWN = {"Agent", "Args", "make_env", "make_envs", "time_limit", "train"}
 OWN_OF = {
-    "muesli_cartpole": {"KeepInfos", "evaluate", "main"},  # no masks, no compiler
+    "muesli_cartpole": {"evaluate", "main"},  # evaluations while training, no compiler
     # Losses of trials, a preset for samplers, no compiler.
     "rl2_meta": {"compute_gradients", "evaluate", "parse_args", "mean_over_ranks"},
 }
