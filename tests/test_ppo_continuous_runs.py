@@ -1,23 +1,28 @@
 """ppo_continuous as a user meets it: changed copies, resume, command line, run folder,
 processes."""
 
-import dataclasses
 import importlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import types
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
 import probes  # registers environments
 import pytest
 import torch
+from conftest import flat, read_events
 from gymnasium.spaces import Box
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
+from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 import ppo_continuous as ppo
 
@@ -25,10 +30,6 @@ SMALL = {
     "num_envs": 4, "num_steps": 16, "num_minibatches": 4, "update_epochs": 2,
     "total_timesteps": 128, "rnn_hidden": 16, "eval_episodes": 2, "hidden": (16, 16),
     "compile": False,
-}  # fmt: skip
-FAST = {
-    "num_envs": 16, "num_steps": 16, "update_epochs": 4, "learning_rate": 5e-3,
-    "total_timesteps": 2048, "eval_episodes": 20,
 }  # fmt: skip
 
 
@@ -56,29 +57,9 @@ def train(run_dir, env_id="CartPole-v1", module=ppo, checkpoint=None, **flags):
     return module.load_agent(run_dir), summary
 
 
-def read_events(run_dir):
-    """Scalars of a run: {tag: {step: value}}."""
-    events = EventAccumulator(str(run_dir), {"scalars": 0})
-    events.Reload()
-    return {tag: {x.step: x.value for x in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
 @pytest.fixture
 def unevaluated(monkeypatch):
     monkeypatch.setattr(ppo, "evaluate", lambda *_: {"eval_mean": 0.0})
-
-
-@pytest.fixture
-def updates(monkeypatch, unevaluated):
-    """What is given to compute_gradients, and what it returns, of every minibatch."""
-    calls, function = [], ppo.compute_gradients
-
-    def watched(*args):
-        calls.append((args, function(*args)))
-        return calls[-1][1]
-
-    monkeypatch.setattr(ppo, "compute_gradients", watched)
-    return calls
 
 
 def test_evaluation_changes_nothing(tmp_path):
@@ -98,89 +79,331 @@ SOURCE = Path(ppo.__file__).read_text()
 OPTIMIZER = (
     "    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)\n"
 )
+RESTORE = "    progress = restore(saved, checkpoint)\n"
 LOSS = "    loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [D10]\n"
-CHANGES = {
-    "adamw": [
-        (
-            OPTIMIZER,
-            """    critic = list(agent.critic.parameters())
+STEP = "                optimizer.step()\n"
+CHANGES = {}
+
+
+def change(*edits, **flags):
+    """The function checks runs of a copy of the script. Edits: old lines, new lines, old, new."""
+    pairs = list(zip(edits[::2], edits[1::2], strict=True))
+
+    def register(check):
+        CHANGES[check.__name__] = SimpleNamespace(edits=pairs, flags=flags, check=check)
+        return check
+
+    return register
+
+
+def changed_copy(name, edits, folder, monkeypatch):
+    text = SOURCE
+    for old, new in edits:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
+
+
+def watch(module):
+    """Of a module's trainings: batch and indices of each update, rewards of each compute_gae."""
+    seen, compile_functions = SimpleNamespace(updates=[], rewards=[]), module.compile_functions
+    compute_gae = module.compute_gae
+
+    def watched_functions(*args):
+        act, update = compile_functions(*args)
+
+        def watched_update(*inputs):
+            batch, index = inputs[2], inputs[4]
+            seen.updates.append(SimpleNamespace(batch=batch, index=index, obs=batch["obs"].clone()))
+            return update(*inputs)
+
+        return act, watched_update
+
+    def watched_gae(rewards, *args):
+        seen.rewards.append(rewards.clone())
+        return compute_gae(rewards, *args)
+
+    module.compile_functions, module.compute_gae = watched_functions, watched_gae
+    return seen
+
+
+@change(
+    OPTIMIZER,
+    """    critic = list(agent.critic.parameters())
     groups = [{"params": [*agent.actor.parameters()]}, {"params": critic, "lr": 1e-2}]
     optimizer = torch.optim.AdamW(groups, args.learning_rate)
 """,
-        )
-    ],
-    "auxiliary_loss": [
-        (
-            "        self.num_states = {",
-            "        self.extra = nn.Linear(args.hidden[-1], num_inputs)\n"
-            "        self.num_states = {",
-        ),
-        (
-            LOSS,
-            LOSS
-            + """    hidden = agent.actor[:-1](agent.normalize(mb["obs"]))
+)
+def parameter_groups(run):
+    rates = [run.events["charts/learning_rate1"], run.more_events["charts/learning_rate1"]]
+    assert list(rates[0].values()) == pytest.approx([1e-2, 2e-2 / 3, 1e-2 / 3])
+    assert rates[1] == {256: pytest.approx(1e-2 / 4)}
+    for checkpoint in (run.first, run.more):
+        decays = [x["weight_decay"] for x in checkpoint["optimizer"]["param_groups"]]
+        assert decays == [0.01, 0.01]
+
+
+@change(
+    "        self.num_states = {",
+    "        self.extra = nn.Linear(args.hidden[-1], num_inputs)\n        self.num_states = {",
+    LOSS,
+    LOSS
+    + """    hidden = agent.actor[:-1](agent.normalize(mb["obs"]))
     loss = loss + (agent.extra(hidden) - agent.normalize(mb["obs"])).square().mean()
 """,
-        ),
-    ],
-    "coefficient": [
-        ("        # Rollout\n", "        args.ent_coef = 0.5 * iteration\n        # Rollout\n")
-    ],
-    "frozen_layer": [(OPTIMIZER, "    agent.actor[0].requires_grad_(False)\n" + OPTIMIZER)],
-    "print": [(LOSS, LOSS + '    print("the loss is", loss.item())\n')],
-    "early_stop": [
-        (
-            "                log.save(saved, progress)\n\n",
-            """                log.save(saved, progress)
+)
+def head_in_the_agent(run):
+    heads = [run.fresh.extra.weight, *(x["agent"]["extra.weight"] for x in (run.first, run.more))]
+    assert not torch.equal(heads[0], heads[1]) and not torch.equal(heads[1], heads[2])
+
+
+HEAD = (
+    OPTIMIZER,
+    """    args.head = nn.Linear(args.hidden[-1], 4).to(device)
+    params = [*agent.parameters(), *args.head.parameters()]
+    optimizer = torch.optim.Adam(params, learning_rate, eps=eps, fused=True)
+""",
+)
+SAVED_HEAD = RESTORE, '    saved["head"] = args.head\n' + RESTORE
+
+
+@change(
+    *HEAD,
+    *SAVED_HEAD,
+    LOSS,
+    LOSS
+    + """    x = agent.normalize(mb["obs"])
+    loss = loss + (args.head(agent.actor[:-1](x)) - x).square().mean()
+""",
+)
+def head_outside(run):
+    """With no steps left its resume has saved it as it was, so it was restored; then it trains."""
+    for name, x in run.first["head"].items():
+        assert not torch.equal(x, run.more["head"][name])
+
+
+@change(
+    *HEAD,
+    *SAVED_HEAD,
+    STEP,
+    """                x = agent.normalize(batch["obs"][0, index])
+                (args.head(agent.actor[:-1](x)) - x).square().mean().backward()
+"""
+    + STEP,
+)
+def loss_in_the_loop(run):
+    head_outside(run)
+
+
+@change(
+    OPTIMIZER,
+    OPTIMIZER
+    + """    (num_inputs,) = envs.single_observation_space.shape
+    target, predictor = (nn.Linear(num_inputs, 8).to(device) for _ in range(2))
+    rnd_optimizer = torch.optim.Adam(predictor.parameters(), 1e-2)
+    novelty = lambda obs: (predictor(obs) - target(obs)).square().mean(-1)
+""",
+    RESTORE,
+    """    saved |= {"target": target, "predictor": predictor, "rnd_optimizer": rnd_optimizer}
+"""
+    + RESTORE,
+    "        # Update\n",
+    """        rewards += novelty(obs).detach()
+        rnd_optimizer.zero_grad(), novelty(obs).mean().backward(), rnd_optimizer.step()
+        # Update
+""",
+)
+def random_network_distillation(run):
+    """Rewards of CartPole are 1; what is predicted better and better is added."""
+    first, *_, last = (x - 1 for x in run.rewards)
+    assert first.min() > 0 and len(first.unique()) == first.numel()
+    assert last.mean() < first.mean()
+    for name, x in run.first["target"].items():
+        assert torch.equal(x, run.more["target"][name])
+        assert not torch.equal(run.first["predictor"][name], run.more["predictor"][name])
+    assert [x["rnd_optimizer"]["state"][0]["step"] for x in (run.first, run.more)] == [3, 4]
+
+
+@change(
+    "class Agent(nn.Module):\n",
+    """class SquashedNormal(Normal):
+    def rsample(self, *shape):
+        return super().rsample(*shape).tanh()
+
+    def log_prob(self, action):
+        return super().log_prob(action.atanh()) - (1 - action**2).log()
+
+    @property
+    def mode(self):
+        return self.mean.tanh()
+
+
+class Agent(nn.Module):
+""",
+    "            policy = Normal(output, ",
+    "            policy = SquashedNormal(output, ",
+    env_id="Pendulum-v1",
+    log_std_init=0.0,
+)
+def squashed_gaussian(run):
+    batch = run.updates[0].batch
+    agent, obs, actions = run.fresh, batch["obs"][0], batch["actions"][0]
+    normal = Normal(agent.actor(agent.normalize(obs)), agent.log_std.exp())
+    expected = TransformedDistribution(normal, TanhTransform()).log_prob(actions).sum(-1)
+    torch.testing.assert_close(batch["logprobs"][0], expected, rtol=1e-3, atol=1e-4)
+    actions = torch.stack([x.batch["actions"] for x in run.updates])
+    assert 0.8 < actions.abs().max() < 1
+    assert abs(run.updates[-1].batch["logprobs"].mean()) < 10
+    greedy = run.module.load_agent(run.folder).get_action_and_value(
+        obs, torch.zeros(0, 64, 16), torch.zeros(64), torch.ones(64, 1, 1).bool(), greedy=True
+    )
+    assert greedy[0].abs().max() < 1
+
+
+class Counted(probes.Probe):
+    """Tells the steps since its reset."""
+
+    length = None
+
+    def observe(self):
+        return np.array([self.t / 60], np.float32)
+
+    def info(self):
+        return {"count": self.t}
+
+
+gym.register("Counted-v0", Counted, max_episode_steps=60)
+
+
+@change(
+    '    KEPT = ("action_mask",)',
+    '    KEPT = ("action_mask", "count")',
+    "            next_mask = agent.read_mask(infos, N)\n            if",
+    """            next_mask = agent.read_mask(infos, N)
+            counts = [*infos["count"]] if t == 0 else [*counts, *infos["count"]]
+            if""",
+    "            log.write(",
+    '            means["count"] = np.mean(counts)\n            log.write(',
+    env_id="Counted-v0",
+)
+def metric_of_infos(run):
+    """Without a time limit that fits, a resume begins new episodes."""
+    assert run.events["losses/count"] == {64: 8.5, 128: 24.5, 192: 40.5}
+    assert run.more_events["losses/count"] == {256: 8.5}
+
+
+def test_an_info_that_is_not_kept_is_a_key_error(tmp_path, monkeypatch):
+    _, *edits = CHANGES["metric_of_infos"].edits
+    module = changed_copy("forgotten", edits, tmp_path, monkeypatch)
+    with pytest.raises(KeyError, match="count"):
+        train(tmp_path / "run", "Counted-v0", module)
+
+
+@change(
+    "    for iteration in range(first",
+    "    last = {}\n    for iteration in range(first",
+    "\n            # Minibatches [D6]\n",
+    """\
+                batch = {k: torch.hstack([x, last.get(k, x[:, :0])]) for k, x in batch.items()}
+
+            # Minibatches [D6]
+""",
+    "        agent.obs_rms.update(obs)",
+    """        last = {k: x[:, : N * T // L] for k, x in batch.items()}
+        agent.obs_rms.update(obs)""",
+)
+def two_rollouts(run):
+    """Each epoch draws each of the rows once. A resume begins with one rollout."""
+    updates, rows = run.updates, [64] * 4 + [128] * 8 + [64] * 4
+    assert [x.batch["obs"].shape[1] for x in updates] == rows
+    for one, two, count in zip(updates[::2], updates[1::2], rows[::2], strict=True):
+        assert len(one.index) == len(two.index) == count // 2
+        assert torch.cat([one.index, two.index]).sort().values.tolist() == list(range(count))
+    for old, new in zip(updates[3:8:4], updates[4:9:4], strict=True):
+        for name, x in new.batch.items():
+            assert torch.equal(x[:, 64:], old.batch[name][:, :64])
+        assert not torch.equal(new.batch["obs"][:, :64], new.batch["obs"][:, 64:])
+
+
+@change("        # Rollout\n", "        args.ent_coef = 1e6 * (iteration % 2)\n        # Rollout\n")
+def coefficient(run):
+    norms = list(run.events["losses/grad_norm"].values())
+    norms += list(run.more_events["losses/grad_norm"].values())
+    assert min(norms[::2]) > 100 * max(norms[1::2])
+    assert run.first["args"]["ent_coef"] == 1e6
+
+
+@change(OPTIMIZER, "    agent.actor[0].requires_grad_(False)\n" + OPTIMIZER)
+def frozen_layer(run):
+    for checkpoint in (run.first, run.more):
+        assert torch.equal(checkpoint["agent"]["actor.0.weight"], run.fresh.actor[0].weight)
+        assert not torch.equal(checkpoint["agent"]["actor.2.weight"], run.fresh.actor[2].weight)
+
+
+@change(LOSS, LOSS + '    print("the loss is", loss.item())\n')
+def printed_loss(run):
+    assert run.out.count("the loss is") == 12 and run.more_out.count("the loss is") == 4
+
+
+@change(
+    "                log.save(saved, progress)\n\n",
+    """                log.save(saved, progress)
                 if evaluate(agent)["eval_mean"] > -1e9:
                     log.save(saved, progress, "best.pt")
                     break
 
 """,
-        )
-    ],
-}
+)
+def early_stop(run):
+    assert [x["progress"]["iteration"] for x in (run.first, run.more)] == [1, 2]
+    best = run.module.load_agent(run.folder / "best.pt")
+    assert all(torch.equal(x, run.more["agent"][name]) for name, x in best.state_dict().items())
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CHANGES)
 def test_change(name, compiled, tmp_path, monkeypatch, capsys):
     """A usual change of a copy takes effect, and survives a resume."""
-    text = SOURCE
-    for old, new in CHANGES[name]:
-        assert text.count(old) == 1
-        text = text.replace(old, new)
-    (tmp_path / f"changed_{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, f"changed_{name}", raising=False)
-    module, flags = importlib.import_module(f"changed_{name}"), {"compile": compiled}
-    flags |= {"checkpoint_every": 1, "num_minibatches": 2, "total_timesteps": 192}
+    module = changed_copy(f"changed_{name}", CHANGES[name].edits, tmp_path, monkeypatch)
+    flags = {"checkpoint_every": 1, "num_minibatches": 2, "total_timesteps": 192}
+    flags |= {"env_id": "CartPole-v1", "target_kl": None, "compile": compiled}
+    flags, run = SMALL | flags | CHANGES[name].flags, watch(module)
+    run.module, run.folder = module, tmp_path / "run"
+
+    def load_or_train(checkpoint=None, **flags):
+        """Train, or resume. Returns the last checkpoint, events and what was printed."""
+        for path in tmp_path.glob("run/events*"):
+            path.unlink()
+        module.train(module.Args(**flags, run_dir=str(run.folder)), checkpoint)
+        checkpoint, _ = module.load_checkpoint(run.folder)
+        return checkpoint, read_events(run.folder), capsys.readouterr().out
+
     torch.manual_seed(1)
-    fresh = module.Agent(module.make_envs(module.Args(env_id="CartPole-v1"), 1), ppo.Args(**SMALL))
-    agent, _ = train(tmp_path / "run", module=module, **flags)
-    checkpoint, args = module.load_checkpoint(tmp_path / "run")
-    rates = read_events(tmp_path / "run")
-    if name == "adamw":
-        assert list(rates["charts/learning_rate1"].values()) == pytest.approx(
-            [0.01, 2e-2 / 3, 1e-2 / 3]
-        )
-        assert len(checkpoint["optimizer"]["param_groups"]) == 2
-    elif name == "auxiliary_loss":
-        assert not torch.equal(agent.extra.weight, fresh.extra.weight)
-    elif name == "coefficient":
-        assert args.ent_coef == 1.5
-    elif name == "frozen_layer":
-        assert torch.equal(agent.actor[0].weight, fresh.actor[0].weight)
-        assert not torch.equal(agent.actor[2].weight, fresh.actor[2].weight)
-    elif name == "print":
-        assert capsys.readouterr().out.count("the loss is") == 12
-    elif name == "early_stop":
-        assert (tmp_path / "run" / "best.pt").exists() and checkpoint["progress"]["iteration"] == 1
-    assert not torch.equal(weights(agent), weights(fresh))
-    args.resume, args.total_timesteps = str(tmp_path / "run"), 256
-    module.train(args, checkpoint)
-    again, _ = module.load_checkpoint(tmp_path / "run")
-    assert again["progress"]["iteration"] == checkpoint["progress"]["iteration"] + 1
+    args = module.Args(**flags)
+    run.fresh = module.Agent(module.make_envs(args, 1), args)
+    run.first, run.events, run.out = load_or_train(**flags)
+    flags["resume"], iteration = str(run.folder), run.first["progress"]["iteration"]
+
+    # With no steps left, a resume saves what it has loaded; settings are those of the flags.
+    flags["total_timesteps"] = run.first["progress"]["global_step"]
+    loaded, *_ = load_or_train(run.first, **flags)
+    arrays = [
+        {k: np.asarray(x) for k, x in flat(y).items() if not re.match("/args|.*param_groups", k)}
+        for y in (loaded, run.first)
+    ]
+    np.testing.assert_equal(*arrays)
+    flags["total_timesteps"] = 256
+    run.more, run.more_events, run.more_out = load_or_train(loaded, **flags)
+    assert run.more["progress"]["iteration"] == iteration + 1
+    for key in ("actor.2.weight", "critic.2.weight"):
+        stages = [x["agent"][key] for x in (run.first, run.more)]
+        assert not torch.equal(run.fresh.state_dict()[key], stages[0])
+        assert not torch.equal(*stages)
+    assert all(torch.equal(x.batch["obs"], x.obs) for x in run.updates)  # what is kept stays so
+    CHANGES[name].check(run)
 
 
 # -------------------------------------------------------------------------------- resume, bad input
@@ -188,9 +411,9 @@ def test_change(name, compiled, tmp_path, monkeypatch, capsys):
 LIMIT = {"env_kwargs": '{"max_episode_steps": 20}', "checkpoint_every": 2, "total_timesteps": 256}
 
 
-@pytest.mark.parametrize("flags", [{}, {"rnn": "lstm", "norm_reward": True}], ids=str)
-def test_resume_is_exact(flags, tmp_path, monkeypatch):
+def test_resume_is_exact_with_an_rnn(tmp_path, monkeypatch):
     """Stopped after a checkpoint, it ends as the run that was not: weights, optimizer, events."""
+    flags = {"rnn": "lstm", "norm_reward": True}
     train(tmp_path / "whole", **LIMIT | flags)
     steps, envs_step = [], gym.vector.SyncVectorEnv.step
 
@@ -244,34 +467,19 @@ SHORT = """--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 1
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ("--gamma 1.5", "gamma = 1.5 is not in range: 0 to 1"),
         ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--env-id no_such_module:Env-v0", "no_such_module"),
         ("--env-id ShownWords-v0", "is no vector"),
         ("--env-kwargs {no", "CartPole-v1 {no"),
-        ("--device quantum", "device quantum: "),
-        ("--preset nothing", "preset nothing is none of none, "),
-        ("--resume nowhere", "'nowhere/checkpoint.pt' is no checkpoint of this script"),
         ("--num-minibatches 64", "num_minibatches 64 must divide 32 sequences"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
-        ("--total-timesteps 31", "total_timesteps: 31 more leave no rollout of 32"),
     ],
 )
 def test_bad_input_is_one_sentence(flags, words, monkeypatch, tmp_path, capsys):
     assert run_main(monkeypatch, tmp_path, f"{SHORT} {flags}") == 2
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-def test_a_run_is_evaluated_again(monkeypatch, tmp_path, capsys):
-    assert run_main(monkeypatch, tmp_path, SHORT) == 0
-    out = capsys.readouterr().out
-    for path in ("run", "run/checkpoint.pt"):
-        assert run_main(monkeypatch, tmp_path, f"--evaluate {path}") == 0
-        assert capsys.readouterr().out in out
-    assert run_main(monkeypatch, tmp_path, SHORT) == 2  # the folder is not empty
-    assert "is not empty" in capsys.readouterr().err
 
 
 def test_not_finite_stops_the_run(monkeypatch, tmp_path):
@@ -318,55 +526,122 @@ def test_live_changes(tmp_path, monkeypatch, unevaluated, capsys):
     assert args.learning_rate == 1e-3 and args.gamma == 0.99
 
 
-# --------------------------------------------------------- command line, presets, processes
+# ------------------------------------------------------------- initial weights, files of a run
+
+
+@pytest.mark.parametrize("share_network", [False, True])
+@pytest.mark.parametrize("norm_value", [False, True])
+def test_initial_weights_are_orthogonal(norm_value, share_network):
+    """With gain sqrt 2; 0.01 for actions and 1 for values, which begin at 0 with norm_value."""
+    agent = make_agent(norm_value=norm_value, share_network=share_network)
+    heads = [(agent.actor[-1], 0.01), (agent.critic[-1], 0.0 if norm_value else 1.0)]
+    parts = [agent.shared] if share_network else [agent.actor[:-1], agent.critic[:-1]]
+    layers = [(x, 2**0.5) for part in parts for x in part if isinstance(x, nn.Linear)]
+    assert len(layers) == (2 if share_network else 4)
+    for layer, gain in layers + heads:
+        weight = layer.weight.T if layer.in_features < layer.out_features else layer.weight
+        torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)))
+        assert not layer.bias.any()
+
+
+@pytest.mark.parametrize("rnn", ["gru", "lstm"])
+def test_initial_recurrent_weights_are_orthogonal(rnn):
+    for name, x in make_agent(rnn=rnn).rnn.named_parameters():
+        if "weight" in name:  # (3 or 4 times 16, 3 or 16)
+            torch.testing.assert_close(x.T @ x, torch.eye(x.shape[1]), rtol=0, atol=1e-5)
+        else:
+            assert not x.any()
+    assert any(x.any() for n, x in make_agent(ortho_init=False).named_parameters() if "bias" in n)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ("", r"CartPole-v1__ppo_continuous__1__\d+"),
+        ("--env-id probes:Bandit-v0 --exp-name mine --seed 3", r"probes_Bandit-v0__mine__3__\d+"),
+    ],
+)
+def test_default_run_folder(flags, name, monkeypatch, tmp_path):
+    begin = int(time.time())
+    run_main(monkeypatch, tmp_path, f"{SHORT.replace('--run-dir run', '')} {flags}")
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(name, folder.name) and (folder / "summary.json").exists()
+    assert begin <= int(folder.name.split("__")[-1]) <= time.time()
+
+
+def test_video_of_the_first_deterministic_episode(monkeypatch, tmp_path, capsys):
+    """Of the training's evaluation, and of one that is asked for later."""
+    moviepy = pytest.importorskip("moviepy")
+    assert run_main(monkeypatch, tmp_path, f"{SHORT} --eval-episodes 1 --capture-video") == 0
+    length = float(re.search(r"deterministic actions\n  return (\S+)", capsys.readouterr().out)[1])
+    for again in (False, True):
+        (path,) = (tmp_path / "run" / "videos").glob("*.mp4")
+        with moviepy.VideoFileClip(str(path)) as clip:
+            assert clip.duration * clip.fps == pytest.approx(length + 1, abs=1.5)
+            assert clip.get_frame(0).std() > 1
+        shutil.rmtree(path.parent)
+        if not again:
+            assert run_main(monkeypatch, tmp_path, "--evaluate run --capture-video") == 0
+
+
+# ------------------------------------------------------------------------ processes, compiler
+
+
+def start(flags, folder, **env):
+    """The script in a process of its own."""
+    command = [sys.executable, ppo.__file__, *flags.split()]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=folder, env=os.environ | env, **pipes)
+
+
+def test_ctrl_c_keeps_the_last_checkpoint(monkeypatch, tmp_path):
+    """Status 130 and no traceback; the run resumes."""
+    process = start(f"{SHORT} --total-timesteps 1000000 --checkpoint-every 1", tmp_path)
+    try:
+        until = time.time() + 60
+        while not (tmp_path / "run" / "checkpoint.pt").exists() and time.time() < until:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in err and "rror" not in err
+    assert not (tmp_path / "run" / "summary.json").exists()
+    before, _ = ppo.load_checkpoint(tmp_path / "run")
+    step = before["progress"]["global_step"]
+    assert 0 < step < 1_000_000
+    flags = f"--resume run --total-timesteps {step + 64}"
+    assert run_main(monkeypatch, tmp_path, flags) == 0
+    after, _ = ppo.load_checkpoint(tmp_path / "run")
+    assert after["progress"]["global_step"] == step + 64
+    steps = [x["optimizer"]["state"][0]["step"] for x in (before, after)]
+    assert steps[1] > steps[0] == 4 * step / 32
+
+
+def test_without_a_compiler_it_trains_slowly(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_main(monkeypatch, tmp_path, f"{SHORT} --compile") == 0
+    assert capsys.readouterr().out.count("no C++ compiler: slow, as with --no-compile\n") == 1
+
+
+@pytest.mark.slow
+def test_a_broken_compiler_is_one_sentence(tmp_path):
+    env = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    process = start(f"{SHORT} --compile", tmp_path, **env)
+    _, err = process.communicate(timeout=200)
+    (line,) = (x for x in err.splitlines() if x and " steps" not in x)
+    assert process.returncode == 2 and line.startswith("error: ") and "/bin/false" in line
+    assert line.endswith("(--no-compile needs no compiler)")
+
+
+# --------------------------------------------------------- README, packages, every flag
 
 ROOT = Path(ppo.__file__).parent
-FLAGS = dict(re.findall(r"^    (\w+): .+? = .+?  # (.+)$", SOURCE, re.MULTILINE))
 README = (ROOT / "README.md").read_text()
 
 
-def test_help_shows_every_flag(monkeypatch, tmp_path, capsys):
-    assert run_main(monkeypatch, tmp_path, "--help") == 0
-    text = capsys.readouterr().out
-    names = [field.name for field in dataclasses.fields(ppo.Args)]
-    assert list(FLAGS)[: len(names)] == names
-    for name in names:
-        assert f"--{name.replace('_', '-')}" in text
-        assert len(re.sub(r"\[.*?\]", "", FLAGS[name]).split()) <= 12
-
-
-def test_every_detail_is_tagged():
-    """In the code, and where it is a choice also in a flag's help."""
-    details = {*range(1, 14), *range(23, 38)}
-    in_code, in_help = ({int(x) for x in re.findall(r"\bD(\d+)", t)} for t in (SOURCE, str(FLAGS)))
-    assert in_code >= details and in_help >= details - {12, 23, 25, 37}
+def test_extra_details_are_tagged():
     assert all(f"[X{i}]" in SOURCE for i in range(1, 5))
-
-
-@pytest.mark.parametrize("name", ppo.PRESETS)
-def test_preset_is_taken(name, monkeypatch, tmp_path):
-    """By itself where it is named like the environment; flags win over it."""
-    got = []
-    monkeypatch.setattr(ppo, "train", lambda args, _: got.append(args))
-    run_main(monkeypatch, tmp_path, f"--env-id Pendulum-v1 --preset {name} --gamma 0.9")
-    expected = ppo.PRESETS[name] | {"env_id": "Pendulum-v1", "gamma": 0.9, "preset": name}
-    assert got[0] == ppo.Args(**expected)
-    if name not in ("none", "historical"):
-        run_main(monkeypatch, tmp_path, f"--env-id {name}")
-        assert got[1] == ppo.Args(env_id=name, preset=name, **ppo.PRESETS[name])
-
-
-def test_historical_is_cleanrl():
-    args = ppo.Args(**ppo.PRESETS["historical"])
-    expected = {
-        "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
-        "learning_rate": 3e-4, "anneal_lr": True, "adam_eps": 1e-5, "gamma": 0.99,
-        "gae_lambda": 0.95, "norm_adv": True, "clip_coef": 0.2, "clip_vloss": True,
-        "ent_coef": 0.0, "vf_coef": 0.5, "max_grad_norm": 0.5, "target_kl": None,
-        "learn_std": True, "log_std_init": 0.0, "scale_actions": False, "norm_reward": True,
-        "norm_value": False, "recompute_adv": False, "truncation_bootstrap": False,
-    }  # fmt: skip
-    assert {name: getattr(args, name) for name in expected} == expected
 
 
 def test_code_of_the_readme_runs(monkeypatch, tmp_path):
@@ -386,8 +661,13 @@ def test_weights_and_biases_watches_no_folder_of_its_own(monkeypatch, tmp_path):
     told, wandb = [], types.ModuleType("wandb")
     wandb.init, wandb.__spec__ = lambda **x: told.append(x), importlib.util.find_spec("json")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    run_main(monkeypatch, tmp_path, f"{SHORT} --track --wandb-entity team")
-    assert told[0]["sync_tensorboard"] and told[0]["entity"] == "team" and "dir" not in told[0]
+    run_main(
+        monkeypatch, tmp_path, f"{SHORT} --track --wandb-entity team --wandb-project-name mine"
+    )
+    told, config = told[0], told[0].pop("config")
+    assert told.pop("name").startswith("CartPole-v1__ppo_continuous__1__")
+    assert told == {"project": "mine", "entity": "team", "sync_tensorboard": True}
+    assert config["num_steps"] == 16 and set(config) == {x.name for x in fields(ppo.Args)}
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
