@@ -165,7 +165,7 @@ class DropInfos(gym.Wrapper):
 
 def make_env(args, video_dir=None):
     """One environment, of vectors or for a CNN of images, recorded to `video_dir`."""
-    render = {"render_mode": "rgb_array"} if video_dir else {}
+    render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
     try:
         kwargs = json.loads(args.env_kwargs) | render
         env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
@@ -513,7 +513,6 @@ def train(args, checkpoint=None):
         group["initial_lr"] = group["lr"]
     saved = {"agent": agent, "optimizer": optimizer, "replay": replay}  # what a checkpoint holds
     progress = restore(saved, checkpoint)
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     T, N = args.train_frequency, args.num_envs
     checkpoint_every = args.checkpoint_every or max(1, args.total_timesteps // (N * T) // 20)
@@ -563,6 +562,7 @@ def train(args, checkpoint=None):
 
         # Update
         remaining = max(0, 1 - global_step / args.total_timesteps)
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)
         if global_step >= args.learning_starts and replay.count >= args.window:
@@ -742,7 +742,8 @@ class RunLog:
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
-        plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
+        lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
+        plain = None if sys.stderr.isatty() else lines
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
@@ -832,7 +833,7 @@ def main():
     except FloatingPointError as error:
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except UsageError as error:
-        print(f"error: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:400]}", file=sys.stderr)
         sys.exit(2)
 
 

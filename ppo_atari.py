@@ -507,7 +507,6 @@ def train(args, checkpoint=None):
         group["initial_lr"] = group["lr"]
     saved = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     progress = restore(saved, checkpoint)
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     act, update = compile_functions(args, device, agent.get_action_and_value, compute_gradients)
 
     T, N, L = args.num_steps, args.num_envs, args.seq_len
@@ -525,6 +524,7 @@ def train(args, checkpoint=None):
     for iteration in range(first_iteration, num_iterations + 1):
         read_live(args, optimizer, log, progress["global_step"])
         remaining = 1 - (iteration - 1) / num_iterations
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
@@ -794,7 +794,8 @@ class RunLog:
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
-        plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
+        lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
+        plain = None if sys.stderr.isatty() else lines
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
@@ -897,7 +898,7 @@ def main():
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
         hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {' '.join(str(error).split())[:1000]}{hint}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:400]}{hint}", file=sys.stderr)
         sys.exit(2)
 
 

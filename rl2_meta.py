@@ -532,7 +532,6 @@ def train(args, checkpoint=None):
         group["initial_lr"] = group["lr"]
     saved = {"agent": agent, "optimizer": optimizer}  # what a checkpoint holds
     progress = restore(saved, checkpoint)
-    params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     T, N, n = args.trial_length, args.num_trials, args.episodes_per_trial
     tensor = partial(torch.as_tensor, dtype=torch.float32, device=device)
@@ -547,6 +546,7 @@ def train(args, checkpoint=None):
 
     for iteration in range(first_iteration, num_iterations + 1):
         remaining = 1 - (iteration - 1) / num_iterations
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
         ent_coef = args.ent_coef * (remaining if args.anneal_ent else 1)
@@ -697,7 +697,7 @@ RUNNERS = {
 def make_env(args, i, video_dir=None):
     """The i-th environment, with a flat observation, recorded to `video_dir`."""
     env_id, kwargs = RUNNERS.get(args.env_id, (args.env_id, {}))
-    kwargs = kwargs | ({"render_mode": "rgb_array"} if video_dir else {})
+    kwargs = kwargs | ({"render_mode": "rgb_array"} if args.capture_video else {})
     kwargs |= {"max_episode_steps": args.episode_length, "disable_env_checker": True}
     try:
         env = gym.make(env_id, **kwargs)
@@ -834,7 +834,8 @@ class RunLog:
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
-        plain = None if sys.stderr.isatty() else "{n}/{total} steps, {rate_fmt}{postfix}\n"
+        lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
+        plain = None if sys.stderr.isatty() else lines
         self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
@@ -930,7 +931,7 @@ def main():
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
         hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {' '.join(str(error).split())[:1000]}{hint}", file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())[:400]}{hint}", file=sys.stderr)
         sys.exit(2)
 
 

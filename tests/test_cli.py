@@ -263,9 +263,9 @@ def test_progress_without_a_terminal(script, main):
     _, err = main(script, f"{SHORT[script]} --run-dir run")
     lines = [line for line in err.splitlines() if " steps" in line]
     total = int(re.search(r"--total-timesteps (\d+)", SHORT[script])[1])
-    steps = [int(re.match(rf"\s*(\d+)/{total} steps, ", line)[1]) for line in lines]
+    steps = [int(re.search(rf"\d %, (\d+)/{total} steps, ", line)[1]) for line in lines]
     assert steps == sorted(steps) and 0 < steps[1] < total
-    assert re.search(r"steps/s, return -?\d", lines[-1])
+    assert re.search(r"steps/s, [\d:]+ left, return -?\d", lines[-1])
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_atari"])
