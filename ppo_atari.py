@@ -173,8 +173,8 @@ class Games(gym.vector.VectorWrapper):
         fire = np.array([action.name == "FIRE" for action in envs.unwrapped.ale.get_action_set()])
         self.first_actions = fire if args.fire_reset and fire.any() else np.ones_like(fire)
 
-    def reset(self, seed):
-        self.seed = np.array(seed) % 2**31
+    def reset(self, seed=None, options=None):
+        self.seed = None if seed is None else np.array(seed) % 2**31
         obs, infos = self.env.reset(seed=self.seed)
         self.lives, self.first_frame = infos["lives"], self.find_first_frame(infos)
         self.episode_returns, self.episode_lengths = np.zeros((2, self.num_envs))
