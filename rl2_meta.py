@@ -345,6 +345,10 @@ def make_rnn(num_inputs, args):
     """GRU or LSTM, whose state starts at zero [D33]."""
     layer = nn.GRU if args.rnn == "gru" else nn.LSTM
     rnn = layer_init(layer(num_inputs, args.rnn_hidden), 1.0, args)
+    if args.ortho_init:  # of each gate: parts of one orthogonal matrix would be half as large
+        for weight in rnn.all_weights[0][:2]:
+            for gate in weight.data.split(args.rnn_hidden):
+                nn.init.orthogonal_(gate)
     if args.chrono_init:
         input_gate, keep_gate, *_ = rnn.bias_ih_l0.data.split(args.rnn_hidden)  # of a GRU: r, z
         keep_gate.uniform_(1, max(2, args.trial_length - 1)).log_()

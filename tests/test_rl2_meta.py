@@ -338,8 +338,9 @@ def test_initial_rnn_is_orthogonal_with_chrono_memories(rnn, on):
     """A bias of log(t) forgets a share 1 / (1 + t) of the memory each step."""
     agent = small_agent(rnn=rnn, episodes_per_trial=50, rnn_hidden=200, chrono_init=on)
     layer = agent.actor_rnn
-    for weight in (layer.weight_ih_l0, layer.weight_hh_l0):
-        assert_orthogonal(weight, 1.0)
+    for gates in (layer.weight_ih_l0, layer.weight_hh_l0):
+        for weight in gates.split(200):
+            assert_orthogonal(weight, 1.0)
     inward, keep, *others = layer.bias_ih_l0.split(200)  # GRU: r, z, n; LSTM: i, f, g, o
     assert not torch.cat(others).any() and not layer.bias_hh_l0.any()
     assert torch.equal(inward, -keep if rnn == "lstm" else torch.zeros(200))
