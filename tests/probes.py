@@ -2,8 +2,6 @@
 
 `probes:Bandit-v0` is an --env-id wherever this folder is on the path."""
 
-from types import SimpleNamespace
-
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence
@@ -163,59 +161,6 @@ class Shown(Probe):
         return isinstance(self.shown, dict) and action == self.shown["target"]
 
 
-class Squares:
-    """Stands in for ALE's games: a bright square says which action earns 3 points, RIGHT or LEFT.
-
-    A game has two lives of five steps, unless `max_frames` cuts it."""
-
-    life, lives = 5, 2
-    names = "NOOP", "FIRE", "RIGHT", "LEFT"
-    single_action_space = Discrete(4)
-
-    def __init__(self, args, num_envs):
-        actions = [SimpleNamespace(name=name) for name in self.names]
-        self.ale = SimpleNamespace(get_action_set=lambda: actions)
-        self.args, self.num_envs = args, num_envs
-
-    def reset(self, seed):
-        self.rng, self.t, self.steps = np.random.default_rng(seed), np.zeros(self.num_envs, int), 0
-        self.side = np.zeros(self.num_envs, int)
-        self.obs = np.zeros((self.num_envs, self.args.frame_stack, 36, 36), np.uint8)
-        return self.draw(self.t == 0), self.infos()
-
-    def draw(self, which):
-        """New pictures in these games. Returns all pictures."""
-        for n in np.flatnonzero(which):
-            self.side[n] = self.rng.integers(2)
-            left = 4 + 18 * self.side[n]
-            self.obs[n] = self.rng.integers(100)
-            self.obs[n, :, 12:24, left : left + 10] = 255
-        return self.obs.copy()
-
-    def infos(self):
-        frames = self.args.frame_skip * np.array([self.t, np.full(self.num_envs, self.steps)]) + 1
-        return {
-            "lives": self.lives - self.t // self.life,
-            "episode_frame_number": frames[0],
-            "frame_number": frames[1],
-        }
-
-    def step(self, actions):
-        reward = 3 * (actions == self.side + 2)
-        self.t, self.steps = self.t + 1, self.steps + 1
-        no_lives = self.t == self.life * self.lives
-        truncated = (self.t == -(-self.args.max_frames // self.args.frame_skip)) & ~no_lives
-        terminated = (self.t % self.life == 0) & ~truncated if self.args.episodic_life else no_lives
-        final_obs = self.draw(self.t > 0)
-        over = no_lives | truncated
-        self.t = self.t * ~over
-        obs = self.draw(over)
-        return obs, reward, terminated, truncated, self.infos() | {"final_obs": final_obs}
-
-    def close(self):
-        pass
-
-
 ENVIRONMENTS = {
     "Bandit-v0": (Bandit, {}),
     "Chain-v0": (Chain, {}),
@@ -235,7 +180,6 @@ ENVIRONMENTS = {
         {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))},
     ),
     "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
-    "ShownTiny-v0": (Shown, {"observation_space": Box(0, 1, (2, 2, 3))}),
     "ShownWords-v0": (Shown, {"observation_space": Sequence(Box(0, 9, (2,), int))}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():

@@ -498,6 +498,21 @@ def test_not_finite_stops_the_run(monkeypatch, tmp_path):
     assert all(x.isfinite().all() for x in checkpoint["agent"].values())
 
 
+@pytest.mark.parametrize(
+    ("env_id", "width"), [("ShownDict-v0", 7), ("ShownPicture-v0", 48), ("ShownBooleans-v0", 2)]
+)
+def test_observations_are_flattened(env_id, width, tmp_path):
+    """In training and evaluation: dicts, pictures, booleans."""
+    agent, summary = train(tmp_path / "run", env_id)
+    assert agent.obs_rms.mean.shape == (width,) and agent.obs_rms.var.isfinite().all()
+    assert agent.obs_rms.count == 128 and 0 <= summary["eval_mean"] <= 1
+
+
+def test_whole_numbers_in_a_box_are_refused(tmp_path):
+    with pytest.raises(ppo.UsageError, match="are not Box, Discrete, MultiDiscrete"):
+        train(tmp_path / "run", "Levels-v0")
+
+
 def test_an_error_inside_an_environment_keeps_its_traceback(monkeypatch, tmp_path):
     def reward(env, action):
         raise OSError("a fault of the environment")
