@@ -207,10 +207,9 @@ class Games(gym.vector.VectorWrapper):
         return {"action_mask": ~life_begins[:, None] | self.first_actions}
 
     def to_images(self, obs):
-        """Bytes (N, C, H, W): the color of a frame, if any, becomes a channel of the image."""
-        return (
-            obs if obs.ndim == 4 else np.moveaxis(obs, -1, 2).reshape(len(obs), -1, *obs.shape[2:4])
-        )
+        """Bytes (N, H, W, C): the frames, or their colors, become the channels of an image."""
+        obs = np.moveaxis(obs, 1, 3)
+        return obs.reshape(*obs.shape[:3], -1)
 
     def record(self):
         """Play the first game again, larger and in color, but for its last action."""
@@ -223,7 +222,7 @@ class Games(gym.vector.VectorWrapper):
         envs.reset(self.seed[:1])
         with FFMPEG_VideoWriter(str(path), (420, 420), 60 / args.frame_skip) as video:
             for action in self.actions[:-1]:
-                video.write_frame(np.moveaxis(envs.step(action)[0][0], 0, -1))
+                video.write_frame(envs.step(action)[0][0])
         envs.close()
         self.video_dir = None
 
@@ -344,7 +343,7 @@ class NatureCNN(nn.Sequential):
 
 
 class Agent(nn.Module):
-    """Actor, critic and the unit of returns. It takes images of bytes (batch, C, H, W).
+    """Actor, critic and the unit of returns. It takes images of bytes (batch, H, W, C).
 
     A batch holds S sequences of equal length, flattened: their first steps, their second, ...
     `rnn_state` (K, S, H) is before the first step; `done` (batch,) is 1 where an episode begins;
@@ -382,8 +381,8 @@ class Agent(nn.Module):
         return torch.from_numpy(infos["action_mask"]).to(self.return_rms.mean.device)
 
     def normalize(self, obs):
-        # Channels last in memory: convolutions take 20 % less time.
-        images = obs.float().contiguous(memory_format=torch.channels_last)
+        # Channels stay last in memory: convolutions take 20 % less time.
+        images = obs.permute(0, 3, 1, 2).float()
         return images / 255 if self.args.scale_obs else images  # [D22]
 
     def encode(self, obs, rnn_state, done):

@@ -34,7 +34,7 @@ def make_agent(**flags):
 
 def random_batch(n, steps=1):
     """Images, RNN state, done, mask and actions of n sequences."""
-    obs = torch.randint(256, (n * steps, 4, 36, 36), dtype=torch.uint8)
+    obs = torch.randint(256, (n * steps, 36, 36, 4), dtype=torch.uint8)
     done, mask = torch.zeros(n * steps), torch.ones(n * steps, 4, dtype=torch.bool)
     return obs, torch.zeros(0, n, 16), done, mask, torch.randint(4, (n * steps,))
 
@@ -95,10 +95,10 @@ def shares(full, size):
 
 
 def check_pictures(images, screens):
-    """Images (T, C, S, S) are the screens (T, C, H, W), each pixel the mean of its area.
+    """Images (T, S, S, C) are the screens (T, C, H, W), each pixel the mean of its area.
 
     A gray level may differ by the half that it is rounded by, and OpenCV sums in float32."""
-    for image, screen in zip(images, screens, strict=True):
+    for image, screen in zip(np.moveaxis(images, -1, 1), screens, strict=True):
         rows, columns = (shares(full, image.shape[1]) for full in screen.shape[1:])
         assert np.abs(image - rows @ screen @ columns.T).max() < 0.501
 
@@ -187,8 +187,8 @@ def test_final_obs_of_a_cut_game_is_its_last_picture():
     assert np.argwhere(cut).tolist() == [[9, 0], [9, 1], [19, 0], [19, 1]]
     for t, n in np.argwhere(cut):
         final = told["infos"][t]["final_obs"][n]
-        assert (final[:-1] == told["obs"][t][n, 1:]).all()
-        assert not told["next_obs"][t][n, :-1].any()  # a new game
+        assert (final[..., :-1] == told["obs"][t][n, ..., 1:]).all()
+        assert not told["next_obs"][t][n, ..., :-1].any()  # a new game
         assert told["infos"][t]["episode"]["l"][n] == 10
 
 
@@ -272,7 +272,7 @@ def test_pixels_reach_the_network_from_0_to(scale_obs, high):
     obs, state, done, *_ = random_batch(2)
     agent.get_value(obs, state, done)
     assert (seen[0].min(), seen[0].max()) == (0, high)
-    torch.testing.assert_close(seen[0], obs / 255 * high)
+    torch.testing.assert_close(seen[0], obs.permute(0, 3, 1, 2) / 255 * high)
 
 
 def test_bf16_is_used_and_rounds_a_little():
