@@ -114,7 +114,7 @@ class Args:
     compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the CNN; auto: bf16 where fast
     torch_threads: int = torch.get_num_threads()  # per process; small networks get slower with more
-    env_threads: int = 0  # of the emulator, per process; 0: one per core
+    env_threads: int = 0  # of the environments, per process; 0: one per core
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
@@ -736,8 +736,8 @@ def check_ranges(args):
         for x in value if isinstance(value, tuple) else [value]:
             if isinstance(x, int | float) and not low <= x <= high:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-    for flag, package in (("track", "wandb"), ("capture_video", "moviepy")):
-        if getattr(args, flag) and not importlib.util.find_spec(package):
+    for flag, package in (("track", "wandb"), ("capture_video", "moviepy"), ("envpool", "envpool")):
+        if getattr(args, flag, False) and not importlib.util.find_spec(package):
             raise UsageError(f"{flag} needs a package: pip install {package}")
 
 

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from torch import nn
 from torch.distributions import Categorical, Distribution, Independent, Normal
 from torch.utils.tensorboard import SummaryWriter
@@ -112,6 +113,8 @@ class Args:
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1
     compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
     torch_threads: int = 1  # per process; small networks get slower with more
+    envpool: bool = False  # train in EnvPool's C++ threads, where it has the environment
+    env_threads: int = 0  # of the environments, per process; 0: one per core
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
@@ -136,8 +139,8 @@ class Args:
 
 RANGES = {  # of other numbers: from 0, whole ones from 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "rnn_seq_len": (0, 10**12),
-    "torch_threads": (1, 1024), "learning_rate": (1e-12, 100), "gamma": (0, 1),
-    "gae_lambda": (0, 1), "log_std_init": (-5, 2), "hidden": (1, 10**12),
+    "torch_threads": (1, 1024), "env_threads": (0, 1024), "learning_rate": (1e-12, 100),
+    "gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "hidden": (1, 10**12),
 }  # fmt: skip
 LIVE_FLAGS = {
     "learning_rate": float, "clip_coef": float, "ent_coef": float, "vf_coef": float,
@@ -203,7 +206,45 @@ def make_envs(args, num_envs, video_dir=None):
     )
     if not isinstance(envs.single_observation_space, Box):
         raise UsageError(f"{args.env_id}: {envs.single_observation_space} is no vector")
-    return gym.wrappers.vector.RecordEpisodeStatistics(envs)
+    return RecordEpisodeStatistics(envs)
+
+
+class EnvPool(gym.vector.VectorEnv):
+    """The environments of EnvPool, stepped by C++ threads on all cores.
+
+    Its tasks of MuJoCo are Gymnasium's: with MuJoCo 3.6, which it brings along, bit for bit."""
+
+    def __init__(self, args):
+        self.args, self.num_envs, self.envs = args, args.num_envs, [make_env(args)]
+        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+        self.reset(seed=range(self.num_envs))
+        if self.pool.observation_space.shape != self.single_observation_space.shape:
+            raise UsageError(f"{args.env_id} of EnvPool has other observations than Gymnasium's")
+
+    def reset(self, seed, options=None):
+        import envpool
+
+        args, ranks = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = args.env_threads or max(1, os.cpu_count() // ranks)
+        seeds = [x % 2**31 for x in seed]
+        kwargs = {"num_envs": self.num_envs, "num_threads": threads, "env_seed": seeds}
+        kwargs["max_episode_steps"] = time_limit(self) or 2**31 - 1
+        try:  # a new pool, as seeds are those that it was made with
+            kwargs |= json.loads(args.env_kwargs)
+            self.pool = envpool.make(args.env_id, "gymnasium", **kwargs)
+        except (AssertionError, TypeError) as error:
+            raise UsageError(f"EnvPool, {args.env_id} {args.env_kwargs}: {error}") from error
+        return self.pool.reset()[0], {}
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, _ = self.pool.step(actions)
+        ended, infos = np.flatnonzero(terminated | truncated), {}
+        if len(ended):
+            infos, obs = {"final_obs": obs}, obs.copy()
+            obs[ended] = self.pool.reset(ended)[0]
+        return obs, reward, terminated, truncated, infos
 
 
 def time_limit(envs):
@@ -481,7 +522,9 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
 def train(args, checkpoint=None):
     """Train, from a checkpoint on if there is one, then evaluate. Returns the summary."""
     device = set_up_torch(args)
-    envs = make_envs(args, args.num_envs)
+    envs = (
+        RecordEpisodeStatistics(EnvPool(args)) if args.envpool else make_envs(args, args.num_envs)
+    )
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
     learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
@@ -730,8 +773,8 @@ def check_ranges(args):
         for x in value if isinstance(value, tuple) else [value]:
             if isinstance(x, int | float) and not low <= x <= high:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-    for flag, package in (("track", "wandb"), ("capture_video", "moviepy")):
-        if getattr(args, flag) and not importlib.util.find_spec(package):
+    for flag, package in (("track", "wandb"), ("capture_video", "moviepy"), ("envpool", "envpool")):
+        if getattr(args, flag, False) and not importlib.util.find_spec(package):
             raise UsageError(f"{flag} needs a package: pip install {package}")
 
 

@@ -803,8 +803,8 @@ def check_ranges(args):
         for x in value if isinstance(value, tuple) else [value]:
             if isinstance(x, int | float) and not low <= x <= high:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
-    for flag, package in (("track", "wandb"), ("capture_video", "moviepy")):
-        if getattr(args, flag) and not importlib.util.find_spec(package):
+    for flag, package in (("track", "wandb"), ("capture_video", "moviepy"), ("envpool", "envpool")):
+        if getattr(args, flag, False) and not importlib.util.find_spec(package):
             raise UsageError(f"{flag} needs a package: pip install {package}")
 
 

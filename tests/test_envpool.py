@@ -1,0 +1,129 @@
+"""ppo_continuous.py --envpool: environments in C++ threads, on all cores."""
+
+import importlib.util
+import json
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import flat, load, resume
+
+import ppo_continuous as ppo
+
+envpool = pytest.importorskip("envpool", reason="EnvPool has no wheel for this Python or system")
+SHORT = """--envpool --env-threads 2 --num-envs 3 --num-steps 32 --num-minibatches 2
+    --update-epochs 1 --eval-episodes 2 --no-compile --run-dir run"""
+QUIET = '{"reset_noise_scale": 0}'
+
+
+def make_pool(env_id, num_envs=2, **flags):
+    return ppo.EnvPool(ppo.Args(env_id=env_id, num_envs=num_envs, **flags))
+
+
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Hopper-v5", "Swimmer-v5", "Pendulum-v1"])
+def test_pool_plays_as_gymnasium(env_id):
+    """For 20 steps, in which MuJoCo's versions differ by rounding."""
+    kwargs = QUIET if env_id != "Pendulum-v1" else "{}"
+    pool, env = make_pool(env_id, env_kwargs=kwargs), gym.make(env_id, **json.loads(kwargs))
+    obs, _ = pool.reset(seed=[1, 2])
+    theirs, _ = env.reset(seed=1)
+    if env_id == "Pendulum-v1":  # its start is random
+        env.unwrapped.state = [np.arctan2(obs[0, 1], obs[0, 0]), obs[0, 2]]
+    else:
+        np.testing.assert_allclose(obs[0], theirs, atol=1e-9)
+    rng, space = np.random.default_rng(0), env.action_space
+    tolerance = 1e-4 if env_id == "Pendulum-v1" else 1e-6  # float32
+    for _ in range(20):
+        actions = rng.uniform(space.low, space.high, (2, *space.shape)).astype(space.dtype)
+        obs, reward, *_ = pool.step(actions)
+        theirs, their_reward, *_ = env.step(actions[0])
+        np.testing.assert_allclose(obs[0], theirs, atol=tolerance)
+        np.testing.assert_allclose(reward[0], their_reward, atol=tolerance)
+
+
+def test_an_episode_ends_and_the_next_begins_in_one_step():
+    envs = gym.wrappers.vector.RecordEpisodeStatistics(make_pool("Hopper-v5", 3))
+    first, _ = envs.reset(seed=[5, 6, 7])
+    total, rng, ended = np.zeros(3), np.random.default_rng(0), 0
+    for length in range(1, 200):
+        obs, reward, terminated, _, infos = envs.step(rng.uniform(-1, 1, (3, 3)))
+        total += reward
+        for n in np.flatnonzero(terminated):
+            ended += 1
+            assert np.abs(obs[n] - first[n]).max() < 0.02  # a start: within the reset noise
+            assert np.abs(infos["final_obs"][n] - first[n]).max() > 0.1
+            assert infos["_episode"][n] and infos["episode"]["l"][n] <= length
+        if ended == 0 and terminated.any():
+            np.testing.assert_allclose(infos["episode"]["r"][terminated], total[terminated])
+    assert ended > 6
+
+
+def test_seeds_decide_and_the_limit_is_the_registered_one():
+    pool = make_pool("Pendulum-v1", env_kwargs='{"max_episode_steps": 7}')
+    one, _ = pool.reset(seed=[1, 2**32 - 1])
+    two, _ = pool.reset(seed=[1, 2])
+    assert (one[0] == two[0]).all() and (one[1] != two[1]).any()
+    assert ppo.time_limit(pool) == 7
+    cut = [pool.step(np.zeros((2, 1)))[3].tolist() for _ in range(14)]
+    assert cut == ([[False] * 2] * 6 + [[True] * 2]) * 2
+
+
+def test_threads_are_shared_out_among_processes(monkeypatch):
+    threads, make = [], envpool.make
+    monkeypatch.setattr(
+        envpool, "make", lambda *x, **kw: threads.append(kw["num_threads"]) or make(*x, **kw)
+    )
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    for ranks, flag in ((1, 0), (3, 0), (8, 0), (3, 4)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        make_pool("CartPole-v1", env_threads=flag)
+    assert threads == [6, 2, 1, 4]
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v5"])
+def test_resume_is_exact(main, tmp_path, env_id):
+    flags = f"""{SHORT} --env-id {env_id} --env-kwargs '{{"max_episode_steps": 20}}'
+        --checkpoint-every 2 --total-timesteps"""
+    main("ppo_continuous", f"{flags} 576")
+    (tmp_path / "run").rename(tmp_path / "whole")
+
+    def killed_after_4(main):
+        with pytest.MonkeyPatch.context() as patch:
+            save = ppo.RunLog.save
+
+            def save_and_stop(log, saved, progress):
+                save(log, saved, progress)
+                if progress["iteration"] == 4:
+                    raise KeyboardInterrupt
+
+            patch.setattr(ppo.RunLog, "save", save_and_stop)
+            main()
+
+    main("ppo_continuous", f"{flags} 576", 130, run=killed_after_4)
+    resume(main, "ppo_continuous")
+    whole, resumed = (flat(load(tmp_path / name)) for name in ("whole", "run"))
+    different = {name for name, x in whole.items() if not np.array_equal(x, resumed[name])}
+    assert different <= {"/progress/seconds", "/args/resume", "/args/run_dir"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--env-id CliffWalking-v1", "other observations"),
+        ("--env-id MountainCarContinuous-v0 --env-kwargs '{\"goal_velocity\":0}'", "goal_velocity"),
+        ("--env-id probes:Bandit-v0", "not supported"),
+    ],
+)
+def test_what_envpool_has_not_is_one_sentence(main, tmp_path, flags, message):
+    _, err = main("ppo_continuous", f"--envpool --run-dir run {flags}", 2)
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_package_is_asked_for(main, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "envpool" else found(name)
+    )
+    _, err = main("ppo_continuous", "--envpool", 2)
+    assert "pip install envpool" in err
