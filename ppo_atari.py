@@ -475,9 +475,12 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
 
     # As loss.backward(), which trains nothing, without a word, where a print() cuts its graph.
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
+    if WORLD_SIZE > 1:  # one all-reduce: each costs a trip, and cuts the compiled graph
+        means = mean_over_ranks(torch.cat([grad.flatten() for grad in grads]))
+        means = means.split([grad.numel() for grad in grads])
+        grads = [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)]
     for param, grad in zip(params, grads, strict=True):
-        grad = grad.contiguous()  # Adam(fused=True) takes gradients as they lie in memory
-        param.grad = mean_over_ranks(grad) if WORLD_SIZE > 1 else grad
+        param.grad = grad.contiguous()  # Adam(fused=True) takes it as it lies in memory
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]
 
