@@ -18,6 +18,7 @@ Unlike the paper's agent: small MLPs, not a ResNet and an LSTM; a smaller replay
 over all actions, not 16 samples of them (--cmpo sampled: as there).
 """
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -163,19 +164,39 @@ class DropInfos(gym.Wrapper):
         return *self.env.step(action)[:4], {}
 
 
+def gym_make(env_id, kwargs):
+    """gym.make, for which a wrong id or argument is a UsageError."""
+    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    try:
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
+            raise  # a fault in the environment's own code
+        raise UsageError(f"{env_id}: {error}") from error
+
+
+def flatten(env):
+    """Vectors as observations."""
+    space = env.observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
+        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
+    return env
+
+
 def make_env(args, video_dir=None):
     """One environment, of vectors or for a CNN of images, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
     try:
-        kwargs = json.loads(args.env_kwargs) | render
-        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
-        raise UsageError(f"{args.env_id} {args.env_kwargs}: {error}") from error
+        kwargs = {**json.loads(args.env_kwargs), **render}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"env_kwargs {args.env_kwargs} is no JSON object: {error}") from error
+    env = gym_make(args.env_id, kwargs)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
-    if args.encoder == "mlp":
-        env = gym.wrappers.FlattenObservation(env)
-    return DropInfos(env)
+    return DropInfos(flatten(env) if args.encoder == "mlp" else env)
 
 
 def make_envs(args, num_envs, video_dir=None):
@@ -189,9 +210,8 @@ def make_envs(args, num_envs, video_dir=None):
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, Discrete):
         raise UsageError(f"{args.env_id}: {action_space} is not Discrete: use ppo_continuous.py")
-    ndim = 3 if args.encoder == "cnn" else 1
-    if not isinstance(obs_space, Box) or len(obs_space.shape) != ndim:
-        raise UsageError(f"{args.env_id}: {obs_space} does not fit the encoder {args.encoder}")
+    if args.encoder == "cnn" and (not isinstance(obs_space, Box) or len(obs_space.shape) != 3):
+        raise UsageError(f"{args.env_id}: {obs_space} does not fit the encoder cnn")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 
@@ -831,9 +851,11 @@ def main():
     except KeyboardInterrupt:
         sys.exit(130)
     except FloatingPointError as error:
+        if "not finite in iteration" not in str(error):
+            raise  # an environment's own
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
     except UsageError as error:
-        print(f"error: {' '.join(str(error).split())[:400]}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

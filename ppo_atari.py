@@ -729,6 +729,11 @@ def compile_functions(args, device, *functions):
     print("compiling: the first iteration takes up to a minute", flush=True)
     torch._dynamo.config.trace_autograd_ops = True  # gradients in one graph with their loss
     options = {"cpp_wrapper": device.type == "cpu"}
+    try:  # a compiler that fails does so here, before there is a run folder
+        torch.compile(lambda x: x + 1, options=options)(torch.zeros(1, device=device))
+    except torch._dynamo.exc.TorchDynamoException as error:
+        message = " ".join(str(error).split())
+        raise UsageError(f"{message} (--no-compile needs no compiler)") from error
     return [torch.compile(function, options=options) for function in functions]
 
 
@@ -897,10 +902,11 @@ def main():
     except KeyboardInterrupt:
         sys.exit(130)
     except FloatingPointError as error:
+        if "not finite in iteration" not in str(error):
+            raise  # an environment's own
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
-    except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
-        hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {' '.join(str(error).split())[:400]}{hint}", file=sys.stderr)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -14,6 +14,7 @@ S sequences of L steps (1 without an RNN). RNN state (K, S, H): K = 1 GRU, 2 LST
 Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -183,19 +184,39 @@ class KeepInfos(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
+def gym_make(env_id, kwargs):
+    """gym.make, for which a wrong id or argument is a UsageError."""
+    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    try:
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
+            raise  # a fault in the environment's own code
+        raise UsageError(f"{env_id}: {error}") from error
+
+
+def flatten(env):
+    """Vectors as observations."""
+    space = env.observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
+        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
+    return env
+
+
 def make_env(args, video_dir=None):
     """One environment with a flat observation, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
     try:
-        kwargs = json.loads(args.env_kwargs) | render
-        env = gym.make(args.env_id, disable_env_checker=True, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, json.JSONDecodeError) as error:
-        raise UsageError(f"{args.env_id} {args.env_kwargs}: {error}") from error
+        kwargs = {**json.loads(args.env_kwargs), **render}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"env_kwargs {args.env_kwargs} is no JSON object: {error}") from error
+    env = gym_make(args.env_id, kwargs)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
-    if not (isinstance(env.observation_space, Box) and len(env.observation_space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    return KeepInfos(env)
+    return KeepInfos(flatten(env))
 
 
 def make_envs(args, num_envs, video_dir=None):
@@ -204,8 +225,6 @@ def make_envs(args, num_envs, video_dir=None):
         [partial(make_env, args, None if i else video_dir) for i in range(num_envs)],
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
-    if not isinstance(envs.single_observation_space, Box):
-        raise UsageError(f"{args.env_id}: {envs.single_observation_space} is no vector")
     return RecordEpisodeStatistics(envs)
 
 
@@ -766,6 +785,11 @@ def compile_functions(args, device, *functions):
     print("compiling: the first iteration takes up to a minute", flush=True)
     torch._dynamo.config.trace_autograd_ops = True  # gradients in one graph with their loss
     options = {"cpp_wrapper": device.type == "cpu"}
+    try:  # a compiler that fails does so here, before there is a run folder
+        torch.compile(lambda x: x + 1, options=options)(torch.zeros(1, device=device))
+    except torch._dynamo.exc.TorchDynamoException as error:
+        message = " ".join(str(error).split())
+        raise UsageError(f"{message} (--no-compile needs no compiler)") from error
     return [torch.compile(function, options=options) for function in functions]
 
 
@@ -926,10 +950,11 @@ def main():
     except KeyboardInterrupt:
         sys.exit(130)
     except FloatingPointError as error:
+        if "not finite in iteration" not in str(error):
+            raise  # an environment's own
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
-    except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
-        hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {' '.join(str(error).split())[:400]}{hint}", file=sys.stderr)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -24,6 +24,7 @@ D inputs (observation, previous action, reward and done), M trials in a minibatc
 Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Details of PPO".
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -274,10 +275,10 @@ def make_envs(args, num_envs, video_dir=None):
         [partial(make_env, args, i, None if i else video_dir) for i in range(num_envs)],
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
-    obs_space, space = envs.single_observation_space, envs.single_action_space
+    space = envs.single_action_space
     real = isinstance(space, Box) and np.issubdtype(space.dtype, np.floating)
-    if not isinstance(obs_space, Box) or not (real or isinstance(space, Discrete)):
-        raise UsageError(f"{args.env_id}: {obs_space} with actions {space} is not supported")
+    if not (real or isinstance(space, Discrete)):
+        raise UsageError(f"{args.env_id}: actions {space} are not Discrete or a Box of floats")
     return envs
 
 
@@ -669,10 +670,10 @@ class Task(gym.Wrapper):
         self.metadata = env.metadata | {"hint_size": 0 if args.task_sampler else 1}
         if args.task_sampler:
             module, _, name = args.task_sampler.partition(":")
-            try:
-                self.sampler = getattr(importlib.import_module(module), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise UsageError(f"task_sampler {args.task_sampler}: {error}") from error
+            found = module and importlib.util.find_spec(module) and importlib.import_module(module)
+            self.sampler = getattr(found, name, None)
+            if self.sampler is None:
+                raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -701,19 +702,37 @@ RUNNERS = {
 }
 
 
+def gym_make(env_id, kwargs):
+    """gym.make, for which a wrong id or argument is a UsageError."""
+    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    try:
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
+            raise  # a fault in the environment's own code
+        raise UsageError(f"{env_id}: {error}") from error
+
+
+def flatten(env):
+    """Vectors as observations."""
+    space = env.observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
+        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
+    return env
+
+
 def make_env(args, i, video_dir=None):
     """The i-th environment, with a flat observation, recorded to `video_dir`."""
     env_id, kwargs = RUNNERS.get(args.env_id, (args.env_id, {}))
     kwargs = kwargs | ({"render_mode": "rgb_array"} if args.capture_video else {})
-    kwargs |= {"max_episode_steps": args.episode_length, "disable_env_checker": True}
-    try:
-        env = gym.make(env_id, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError) as error:
-        raise UsageError(f"{args.env_id}: {error}") from error
+    env = gym_make(env_id, kwargs | {"max_episode_steps": args.episode_length})
     if video_dir:
         n = args.episodes_per_trial
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode < n)
-    return Task(gym.wrappers.FlattenObservation(env), args, i)
+    return Task(flatten(env), args, i)
 
 
 # ----------- bookkeeping from here: nothing below is needed to understand the algorithm
@@ -935,10 +954,11 @@ def main():
     except KeyboardInterrupt:
         sys.exit(130)
     except FloatingPointError as error:
+        if "not finite in iteration" not in str(error):
+            raise  # an environment's own
         sys.exit(f"error: {error}; the last checkpoint, if any, is kept")
-    except (UsageError, torch._dynamo.exc.TorchDynamoException) as error:
-        hint = "" if isinstance(error, UsageError) else " (--no-compile needs no compiler)"
-        print(f"error: {' '.join(str(error).split())[:400]}{hint}", file=sys.stderr)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from filelock import FileLock  # PyTorch needs it, too
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
 # Runs of some seconds, with checkpoints in the middle and at the end, between which episodes fit.
@@ -44,6 +45,7 @@ all_scripts = pytest.mark.parametrize("script", SCRIPTS)
 def one_thread_and_seed():
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    tqdm._instances.clear()  # bars of runs that a test stopped would move the next one's
 
 
 def run_python(words, folder, status=0, timeout=300):

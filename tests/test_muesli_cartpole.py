@@ -569,7 +569,7 @@ def test_solved_run_continues_only_without_stop_early(tmp_path):
     [
         ("--env-id Pendulum-v1", "Box(-2.0, 2.0, (1,), float32) is not Discrete: use ppo_cont"),
         ("--encoder cnn", "does not fit the encoder cnn"),
-        ("--env-id ShownWords-v0", "does not fit the encoder mlp"),
+        ("--env-id ShownWords-v0", "are no vector: drop parts of it with a wrapper"),
         ("--buffer-size 43", "at least 44 steps"),
         ("--total-timesteps 43", "at least 44 steps"),
         ("--buffer-size 10000000000", "buffer_size = 10000000000 is not in range"),

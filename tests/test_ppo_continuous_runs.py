@@ -470,8 +470,8 @@ SHORT = """--env-id CartPole-v1 --total-timesteps 128 --num-envs 2 --num-steps 1
         ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--env-id no_such_module:Env-v0", "no_such_module"),
-        ("--env-id ShownWords-v0", "is no vector"),
-        ("--env-kwargs {no", "CartPole-v1 {no"),
+        ("--env-id ShownWords-v0", "are no vector"),
+        ("--env-kwargs {no", "env_kwargs {no is no JSON object"),
         ("--num-minibatches 64", "num_minibatches 64 must divide 32 sequences"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
     ],
@@ -646,6 +646,7 @@ def test_a_broken_compiler_is_one_sentence(tmp_path):
     _, err = process.communicate(timeout=200)
     (line,) = (x for x in err.splitlines() if x and " steps" not in x)
     assert process.returncode == 2 and line.startswith("error: ") and "/bin/false" in line
+    assert not (tmp_path / "run").exists()
     assert line.endswith("(--no-compile needs no compiler)")
 
 
