@@ -21,6 +21,7 @@ over all actions, not 16 samples of them (--cmpo sampled: as there).
 import contextlib
 import copy
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -158,10 +159,15 @@ class DropInfos(gym.Wrapper):
     """Infos are not used here, and Gymnasium cannot gather all kinds of them."""
 
     def reset(self, **kwargs):
+        if kwargs.get("seed") is not None:  # samplers, too, for who draws from spaces
+            self.unwrapped.observation_space.seed(kwargs["seed"])
+            self.unwrapped.action_space.seed(kwargs["seed"])
         return self.env.reset(**kwargs)[0], {}
 
     def step(self, action):
-        return *self.env.step(action)[:4], {}
+        obs, reward, terminated, truncated, _ = self.env.step(action)
+        reward = np.asarray(reward).item()  # which may have shape (1,)
+        return obs, reward, terminated, truncated, {}
 
 
 def gym_make(env_id, kwargs):
@@ -173,6 +179,31 @@ def gym_make(env_id, kwargs):
         if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
             raise  # a fault in the environment's own code
         raise UsageError(f"{env_id}: {error}") from error
+
+
+def check_env(env):
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
+
+    def check(method, returned, expected):
+        shape = env.observation_space.shape  # None: of a Dict
+        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
+        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
+        if not right or shape not in (None, np.shape(returned[0])):
+            expected = f"({expected}) with obs in {env.observation_space}"
+            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
+        return returned
+
+    try:
+        inspect.signature(env.reset).bind(seed=0, options=None)
+    except TypeError as error:
+        raise UsageError(f"{env}: reset(seed=0, options=None): {error}") from error
+    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
+    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
+        return  # what is sampled may be forbidden
+    env.action_space.seed(0)
+    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
 
 
 def flatten(env):
@@ -194,6 +225,7 @@ def make_env(args, video_dir=None):
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {args.env_kwargs} is no JSON object: {error}") from error
     env = gym_make(args.env_id, kwargs)
+    check_env(env)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
     return DropInfos(flatten(env) if args.encoder == "mlp" else env)
@@ -810,6 +842,8 @@ class RunLog:
 
 def set_up_device(args):
     """Threads and determinism. Returns the device."""
+    random.seed(args.seed)  # for constructors of environments; reset seeds the rest
+    np.random.seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass

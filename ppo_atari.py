@@ -849,6 +849,8 @@ class RunLog:
 
 def set_up_torch(args):
     """Threads, determinism and, under torchrun, the process group. Returns the device."""
+    random.seed(args.seed)  # for constructors of environments; reset seeds the rest
+    np.random.seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass

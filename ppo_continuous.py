@@ -15,7 +15,9 @@ Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Det
 """
 
 import contextlib
+import copy
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -173,15 +175,23 @@ class KeepInfos(gym.Wrapper):
 
     KEPT = ("action_mask",)  # add what to log; of an episode's last step: infos["final_info"]
 
+    def keep(self, obs, info):
+        if isinstance(obs, dict) and "action_mask" in obs:  # where other libraries have it
+            info = {"action_mask": obs["action_mask"]} | info
+        return {key: info[key] for key in self.KEPT if info.get(key) is not None}
+
     def reset(self, **kwargs):
+        if kwargs.get("seed") is not None:  # samplers, too, for who draws from spaces
+            self.unwrapped.observation_space.seed(kwargs["seed"])
+            self.unwrapped.action_space.seed(kwargs["seed"])
         obs, info = self.env.reset(**kwargs)
-        return obs, {key: info[key] for key in self.KEPT if info.get(key) is not None}
+        return obs, self.keep(obs, info)
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        obs = np.array(obs) if truncated else obs  # the reset may write into the same array
-        info = {key: info[key] for key in self.KEPT if info.get(key) is not None}
-        return obs, reward, terminated, truncated, info
+        obs = copy.deepcopy(obs) if truncated else obs  # the reset may write into the same array
+        reward = np.asarray(reward).item()  # which may have shape (1,)
+        return obs, reward, terminated, truncated, self.keep(obs, info)
 
 
 def gym_make(env_id, kwargs):
@@ -193,6 +203,31 @@ def gym_make(env_id, kwargs):
         if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
             raise  # a fault in the environment's own code
         raise UsageError(f"{env_id}: {error}") from error
+
+
+def check_env(env):
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
+
+    def check(method, returned, expected):
+        shape = env.observation_space.shape  # None: of a Dict
+        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
+        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
+        if not right or shape not in (None, np.shape(returned[0])):
+            expected = f"({expected}) with obs in {env.observation_space}"
+            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
+        return returned
+
+    try:
+        inspect.signature(env.reset).bind(seed=0, options=None)
+    except TypeError as error:
+        raise UsageError(f"{env}: reset(seed=0, options=None): {error}") from error
+    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
+    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
+        return  # what is sampled may be forbidden
+    env.action_space.seed(0)
+    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
 
 
 def flatten(env):
@@ -214,9 +249,10 @@ def make_env(args, video_dir=None):
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {args.env_kwargs} is no JSON object: {error}") from error
     env = gym_make(args.env_id, kwargs)
+    check_env(env)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
-    return KeepInfos(flatten(env))
+    return flatten(KeepInfos(env))
 
 
 def make_envs(args, num_envs, video_dir=None):
@@ -412,6 +448,8 @@ class Agent(nn.Module):
                     entries = f"{self.choices.sum()} entries: one per choice, two per bit"
                     raise UsageError(f"action_mask needs {entries}; it has {given.size}")
                 mask[i][self.choices] = given.astype(bool)
+                if not mask[i].any(-1).all():
+                    raise UsageError(f"action_mask {infos['action_mask'][i]} allows no action")
         return torch.from_numpy(mask).to(self.obs_rms.mean.device)
 
     def normalize(self, obs):
@@ -905,6 +943,8 @@ class RunLog:
 
 def set_up_torch(args):
     """Threads, determinism and, under torchrun, the process group. Returns the device."""
+    random.seed(args.seed)  # for constructors of environments; reset seeds the rest
+    np.random.seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass

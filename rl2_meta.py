@@ -26,6 +26,7 @@ Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Det
 
 import contextlib
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -674,6 +675,8 @@ class Task(gym.Wrapper):
             self.sampler = getattr(found, name, None)
             if self.sampler is None:
                 raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")
+            self.sampler(env.unwrapped, np.random.default_rng(0))
+        check_env(env)
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -682,6 +685,8 @@ class Task(gym.Wrapper):
                 self.sampler(self.env.unwrapped, rng)
             elif self.to_velocity:
                 self.goal = rng.uniform(0, 2)
+            self.unwrapped.observation_space.seed(seed)  # for who draws from spaces
+            self.unwrapped.action_space.seed(seed)
         obs, _ = self.env.reset(seed=seed, options=options)
         return obs, {"hint": np.array([self.goal])}
 
@@ -691,6 +696,7 @@ class Task(gym.Wrapper):
             velocity = info["x_velocity"]
             run = -abs(velocity - self.goal) if self.to_velocity else self.goal * velocity
             reward += run - info["reward_forward"]
+        reward = np.asarray(reward).item()  # which may have shape (1,)
         return obs, reward, terminated, truncated, {"hint": np.array([self.goal])}
 
 
@@ -711,6 +717,31 @@ def gym_make(env_id, kwargs):
         if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
             raise  # a fault in the environment's own code
         raise UsageError(f"{env_id}: {error}") from error
+
+
+def check_env(env):
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
+
+    def check(method, returned, expected):
+        shape = env.observation_space.shape  # None: of a Dict
+        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
+        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
+        if not right or shape not in (None, np.shape(returned[0])):
+            expected = f"({expected}) with obs in {env.observation_space}"
+            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
+        return returned
+
+    try:
+        inspect.signature(env.reset).bind(seed=0, options=None)
+    except TypeError as error:
+        raise UsageError(f"{env}: reset(seed=0, options=None): {error}") from error
+    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
+    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
+        return  # what is sampled may be forbidden
+    env.action_space.seed(0)
+    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
 
 
 def flatten(env):
@@ -908,6 +939,8 @@ class RunLog:
 
 def set_up_torch(args):
     """Threads, determinism and, under torchrun, the process group. Returns the device."""
+    random.seed(args.seed)  # for constructors of environments; reset seeds the rest
+    np.random.seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a second pass

@@ -1,10 +1,14 @@
 """Other people's environments: their faults, their habits, what the scripts make of them."""
 
+import random
+import shutil
+
 import gymnasium as gym
+import numpy as np
 import probes
 import pytest
-from conftest import SHORT
-from gymnasium.spaces import Box, Dict, Space
+from conftest import SHORT, load
+from gymnasium.spaces import Box, Dict, Discrete, Space
 
 RL2 = """--task-sampler test_environments:no_task --total-timesteps 160 --num-trials 4
     --num-minibatches 2 --episode-length 10 --episodes-per-trial 2 --rnn-hidden 16
@@ -88,7 +92,8 @@ class Mission(Space):
 @scripts
 @pytest.mark.parametrize("space", [Dict(x=Box(-1, 1, (2,)), text=Mission()), Box(-1, 1, (0,))])
 def test_a_space_that_is_no_vector_is_named(script, space, start, tmp_path):
-    env_class = type("Shown", (Theirs,), {"observation_space": space})
+    shown = {"observation_space": space, "observe": lambda self: np.zeros(space.shape or ())}
+    env_class = type("Shown", (Theirs,), shown)
     _, err = start(script, env_class, status=2)
     assert f"observations {space} are no vector: drop parts of it with a wrapper" in err
     assert err.count("\n") == 1 and not list(tmp_path.iterdir())
@@ -105,3 +110,93 @@ def test_a_space_that_is_no_vector_is_named(script, space, start, tmp_path):
 def test_actions_that_cannot_be_used_are_named(script, words, start):
     env_class = type("Levels", (Theirs,), {"action_space": Box(0, 9, (2,), int)})
     assert words in start(script, env_class, status=2)[1]
+
+
+# ------------------------------------------------------------------- what reset and step return
+
+
+def returning(method, change, **attributes):
+    """An environment one of whose methods returns a change of what it should."""
+
+    def changed(self, *args, **kwargs):
+        return change(*getattr(Theirs, method)(self, *args, **kwargs))
+
+    return type("Sloppy", (Theirs,), {method: changed, **attributes})
+
+
+SLOPPY = [
+    returning("reset", lambda obs, info: obs),
+    returning("reset", lambda obs, info: (obs, None)),
+    returning("reset", lambda obs, info: (np.zeros(2), info)),
+    returning("step", lambda obs, reward, end, cut, info: (obs, reward, end, info)),
+    returning("step", lambda obs, reward, end, cut, info: (obs, [reward] * 2, end, cut, info)),
+    returning("step", lambda obs, reward, end, cut, info: (obs[None], reward, end, cut, info)),
+    returning("step", lambda obs, reward, end, cut, info: (obs, reward, end, cut, None)),
+    type("Sloppy", (Theirs,), {"reset": lambda self: np.zeros(1)}),
+]
+
+
+@scripts
+@pytest.mark.parametrize("env_class", SLOPPY)
+def test_what_is_not_returned_as_it_should_is_one_sentence(script, env_class, start, tmp_path):
+    _, err = start(script, env_class, status=2)
+    assert err.startswith("error: <Sloppy") and ("Box(" in err or "'seed'" in err)
+    assert err.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+@scripts
+def test_rewards_of_shape_1_and_infos_of_any_kind_are_accepted(script, start):
+    def change(obs, reward, end, cut, info):
+        kind = [1, "text", None, np.zeros(3), {"a": 1}][np.random.randint(5)]
+        return obs, np.array([reward]), end, cut, {"kind": kind}
+
+    start(script, returning("step", change))
+
+
+class Random(Theirs):
+    """Draws from everything but its own generator."""
+
+    def __init__(self, render_mode=None):
+        super().__init__(render_mode)
+        self.observation_space, self.action_space = Box(-1, 1, (4,)), Discrete(2)
+        self.bias = np.random.uniform(-1, 1) + random.uniform(-1, 1)
+
+    def observe(self):
+        return self.observation_space.sample() + np.float32(self.bias)
+
+    def reward(self, action):
+        return float(action == self.action_space.sample()) + random.random() + np.random.rand()
+
+
+@scripts
+def test_all_randomness_comes_from_the_seed(script, start, tmp_path):
+    results = []
+    for _ in range(2):
+        start(script, Random)
+        results.append({name: x.numpy() for name, x in load(tmp_path / "run")["agent"].items()})
+        shutil.rmtree(tmp_path / "run")
+    np.testing.assert_equal(*results)
+
+
+class Masked(probes.Masked):
+    """Its mask is a part of the observation."""
+
+    observation_space = Dict(x=Box(-1, 1, (1,)), action_mask=Box(0, 1, (4,), np.int8))
+
+    def observe(self):
+        self.mask = probes.Masked.info(self)["action_mask"]
+        return {"x": np.zeros(1, np.float32), "action_mask": self.mask}
+
+    def info(self):
+        return {}
+
+
+def test_a_mask_in_the_observation_is_applied(start):
+    start("ppo_continuous", Masked)  # a forbidden action is an error there
+
+
+def test_a_mask_that_allows_nothing_stops_the_run(start):
+    nothing = {"action_mask": np.zeros(4, np.int8)}
+    env_class = type("Stuck", (probes.Masked,), {"info": lambda self: nothing})
+    _, err = start("ppo_continuous", env_class, status=2)
+    assert "action_mask [0 0 0 0] allows no action" in err
