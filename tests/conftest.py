@@ -107,6 +107,23 @@ def main(tmp_path, monkeypatch, capsys):
     return call_main
 
 
+@pytest.fixture
+def changed_copy(tmp_path, monkeypatch):
+    """Function that imports a copy of a script, changed by {old lines: new lines}."""
+
+    def copy(script, edits):
+        text, name = (ROOT / f"{script}.py").read_text(), f"changed_{script}"
+        for old, new in edits.items():
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return copy
+
+
 def resume(main, script, flags=""):
     """Not in the second of the first start: event files are read in the order of their seconds."""
     time.sleep(1.1)

@@ -2,6 +2,8 @@
 
 `probes:Bandit-v0` is an --env-id wherever this folder is on the path."""
 
+import random
+
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence
@@ -69,6 +71,17 @@ class Forever(Probe):
     """Reward 1 in every step, cut by a time limit only: the value is 1 / (1 - gamma)."""
 
     length = None
+
+
+class Loose(Forever):
+    """Draws from every generator, and has infos that Gymnasium cannot gather."""
+
+    def observe(self):
+        draws = random.random(), np.random.rand(), self.np_random.random()
+        return np.array([sum(draws)], np.float32)
+
+    def info(self):
+        return {"x": np.zeros(self.np_random.integers(1, 4))}
 
 
 class Line(Probe):
@@ -165,6 +178,7 @@ ENVIRONMENTS = {
     "Bandit-v0": (Bandit, {}),
     "Chain-v0": (Chain, {}),
     "Forever-v0": (Forever, {}),
+    "Loose-v0": (Loose, {}),
     "Line-v0": (Line, {}),
     "Memory-v0": (Memory, {}),
     "Masked-v0": (Masked, {}),
@@ -184,5 +198,8 @@ ENVIRONMENTS = {
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():
     gym.register(
-        name, entry_point, kwargs=kwargs, max_episode_steps=5 if name == "Forever-v0" else None
+        name,
+        entry_point,
+        kwargs=kwargs,
+        max_episode_steps=5 if name in ("Forever-v0", "Loose-v0") else None,
     )

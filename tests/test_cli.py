@@ -6,11 +6,12 @@ import math
 import re
 import signal
 from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SHORT, all_scripts, flag_docs, load
+from conftest import ROOT, SCRIPTS, SHORT, all_scripts, flag_docs, load, read_events, run_python
 
 
 def unboxed(text):
@@ -32,17 +33,18 @@ def test_help_shows_every_flag_with_its_comment(script, main):
 
 
 @pytest.mark.parametrize(
-    ("script", "details"),
+    ("script", "details", "extra"),
     [
-        ("ppo_continuous", {*range(1, 14), *range(23, 38)}),
-        ("ppo_atari", {*range(1, 23), *range(32, 37)}),
+        ("ppo_continuous", {*range(1, 14), *range(23, 38)}, range(1, 5)),
+        ("ppo_atari", {*range(1, 23), *range(32, 37)}, []),
     ],
 )
-def test_every_detail_is_tagged(script, details):
+def test_every_detail_is_tagged(script, details, extra):
     """In the code, and where it is a choice also in a flag's help."""
     texts = ((ROOT / f"{script}.py").read_text(), str(flag_docs(script)))
     in_code, in_help = ({int(x) for x in re.findall(r"\bD(\d+)", text)} for text in texts)
     assert in_code >= details and in_help >= details - {12, 23, 25, 37}
+    assert all(f"[X{i}]" in texts[0] for i in extra)
 
 
 @pytest.fixture
@@ -132,13 +134,43 @@ COMMON = [
     ("--total-timesteps 15", "total_timesteps"),
     ("--run-dir notes.txt/new", "run_dir: "),
 ]
-ATARI = [
-    ("--env-id Brekout", "Did you mean: `Breakout`"),
-    ("--rnn lstm --num-minibatches 4", "must divide 2 sequences"),
-    ("--rnn lstm --no-share-network --num-minibatches 1", "rnn needs share_network"),
-    ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
-    ("--noop-max 2147483647", "noop_max = 2147483647 is not in range: 0 to 1000"),
-]
+OWN = {
+    "ppo_continuous": [
+        ("--hidden 16 0", "hidden = (16, 0) is not in range: 1"),
+        ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
+        ("--env-id no_such_module:Env-v0", "no_such_module"),
+        ("--env-id probes:ShownWords-v0", "are no vector: drop parts of it with a wrapper"),
+        ("--env-id probes:Levels-v0", "are not Box, Discrete, MultiDiscrete"),
+        ("--env-kwargs {no", "env_kwargs {no is no JSON object"),
+        ("--num-minibatches 64", "num_minibatches 64 must divide 32 sequences"),
+        ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
+    ],
+    "ppo_atari": [
+        ("--env-id Brekout", "Did you mean: `Breakout`"),
+        ("--env-id ALE/Joust-v5", "ALE/Joust-v5: "),
+        ("--env-id CartPole-v1", "CartPole-v1: "),
+        ("--rnn lstm --num-minibatches 4", "must divide 2 sequences"),
+        ("--rnn lstm --no-share-network --num-minibatches 1", "rnn needs share_network"),
+        ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
+    ],
+    "muesli_cartpole": [
+        ("--env-id Pendulum-v1", "Box(-2.0, 2.0, (1,), float32) is not Discrete: use ppo_cont"),
+        ("--encoder cnn", "does not fit the encoder cnn"),
+        ("--env-id probes:ShownWords-v0", "are no vector: drop parts of it with a wrapper"),
+        ("--buffer-size 43", "at least 44 steps"),
+        ("--total-timesteps 43", "at least 44 steps"),
+    ],
+    "rl2_meta": [
+        ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
+        ("--task-sampler some:f", "env_id Bandit, task_sampler some:f: give one of"),
+        ("--task-sampler some:f --env-id CartPole-v1", "some:f: No module named 'some'"),
+        ("--task-sampler json:f --env-id CartPole-v1", "json:f: module 'json' has no"),
+        ("--task-sampler json:f --env-id CartPol-v1", "Did you mean: `CartPole`"),
+        ("--capture-video", "capture_video: Bandit has no picture"),
+        ("--num-trials 10 --num-minibatches 4", "num_minibatches 4 must divide 10 trials"),
+        ("--num-trials 4 --episodes-per-trial 1", "must divide 4 trials, into 2+"),
+    ],
+}
 
 
 @pytest.fixture
@@ -163,7 +195,7 @@ def refused(main, tmp_path):
 
 @pytest.mark.parametrize(
     ("script", "flags", "words"),
-    [(script, *row) for script in SCRIPTS for row in COMMON] + [("ppo_atari", *x) for x in ATARI],
+    [(script, *row) for script in SCRIPTS for row in COMMON + OWN[script]],
 )
 def test_bad_flags(script, flags, words, refused, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
@@ -235,18 +267,40 @@ def test_what_a_run_cannot_change(finished, run_dir, refused):
 
 @pytest.mark.parametrize(
     ("script", "name"),
-    [("ppo_atari", "policy_loss"), ("ppo_continuous", "policy_loss"), ("rl2_meta", "policy_loss")],
+    [
+        *product(SCRIPTS, ["policy_loss"]),
+        *product(["ppo_continuous", "muesli_cartpole"], ["observations", "rewards"]),
+        ("ppo_atari", "rewards"),
+    ],
 )
 def test_what_is_not_finite_stops_the_run(script, name, main, tmp_path, monkeypatch):
-    """And the last checkpoint stays."""
+    """With its name; the last checkpoint stays."""
     module, run_dir = importlib.import_module(script), tmp_path / "run"
-    gradients = module.compute_gradients
+    loss = "muesli_loss" if script == "muesli_cartpole" else "compute_gradients"
+    make_envs, compute_loss = module.make_envs, getattr(module, loss)
 
-    def broken(*args):
-        losses = gradients(*args)
-        return losses | {name: losses[name] * math.nan} if list(run_dir.glob("*.pt")) else losses
+    def spoiled(x, which):
+        return x * math.nan if which == name and list(run_dir.glob("*.pt")) else x
 
-    monkeypatch.setattr(module, "compute_gradients", broken)
+    def broken_envs(*args):
+        envs = make_envs(*args)
+        step = envs.step
+
+        def broken_step(actions):
+            obs, reward, *rest = step(actions)
+            return spoiled(obs, "observations"), spoiled(reward, "rewards"), *rest
+
+        envs.step = broken_step
+        return envs
+
+    def broken_loss(*args):
+        found = compute_loss(*args)
+        losses = found if isinstance(found, dict) else found[1]
+        losses["policy_loss"] = spoiled(losses["policy_loss"], "policy_loss")
+        return found
+
+    monkeypatch.setattr(module, "make_envs", broken_envs)
+    monkeypatch.setattr(module, loss, broken_loss)
     _, err = main(script, f"{SHORT[script]} --run-dir run", status=1)
     saved = load(run_dir)
     iteration = saved["progress"]["iteration"]
@@ -254,6 +308,36 @@ def test_what_is_not_finite_stops_the_run(script, name, main, tmp_path, monkeypa
     assert err.splitlines()[-1].startswith(message)
     assert all(x.isfinite().all() for x in saved["agent"].values())
     assert not (run_dir / "summary.json").exists()
+
+
+RANKS = """
+import os, torch, {script} as script
+Agent, agents, reset, keys = script.Agent, [], script.reset, []
+script.Agent = lambda *args: agents.append(Agent(*args)) or agents[-1]
+script.reset = lambda envs, *key: keys.append(key) or reset(envs, *key)
+script.main()
+torch.save((agents[0].state_dict(), keys[0]), f"rank{{os.environ['RANK']}}.pt")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "statistics"),
+    [
+        ("ppo_continuous", "--norm-reward --target-kl 0.003", "obs_rms.count"),
+        ("rl2_meta", "--update-epochs 4 --target-kl 1e-4", "return_rms.count"),
+    ],
+)
+def test_two_processes_train_the_same_weights(script, flags, statistics, tmp_path, monkeypatch):
+    """From steps of their own."""
+    (tmp_path / "ranks.py").write_text(RANKS.format(script=script))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node=2 ranks.py"
+    out, _ = run_python(f"{torchrun} {SHORT[script]} {flags} --run-dir run", tmp_path)
+    (one, key), (two, other) = (torch.load(tmp_path / f"rank{i}.pt") for i in range(2))
+    assert key != other
+    assert all(torch.equal(x, two[name]) for name, x in one.items())
+    assert one[statistics] == load(tmp_path / "run")["progress"]["global_step"]
+    assert out.count("sampled actions") == 1
 
 
 # ---------------------------------------------------------------------------- console, live changes
@@ -296,10 +380,30 @@ def test_a_live_file_that_is_not_understood_changes_nothing(script, content, tmp
     )
 
 
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_atari"])
+def test_live_changes(script, main, tmp_path, monkeypatch):
+    """They are said, last, and come again on resume; what is not understood changes nothing."""
+    module = importlib.import_module(script)
+    read_live, texts = module.read_live, ["", '{"learning_rate": 1e-3, "gamma": 0.9}', "{no", "[1]"]
+
+    def write_first(args, optimizer, log, step):
+        if texts and (text := texts.pop(0)):
+            (log.run_dir / "live.json").write_text(text)
+        return read_live(args, optimizer, log, step)
+
+    monkeypatch.setattr(module, "read_live", write_first)
+    out, _ = main(script, f"{SHORT[script]} --run-dir run --no-anneal-lr")
+    rates = list(read_events(tmp_path / "run")["charts/learning_rate"].values())
+    assert rates == pytest.approx([module.Args().learning_rate, 1e-3, 1e-3, 1e-3])
+    said = [line for line in out.splitlines() if "live.json changes" in line]
+    assert len(said) == 3 and "nothing" in said[1] and "nothing" in said[2]
+    args = load(tmp_path / "run")["args"]
+    assert args["learning_rate"] == 1e-3 and args["gamma"] == module.Args().gamma
+
+
 def test_ctrl_c_before_the_training(main, monkeypatch):
     """In the set-up, too, there is no traceback."""
-    import ppo_continuous
-
-    monkeypatch.setattr(ppo_continuous, "Agent", lambda *_: signal.raise_signal(signal.SIGINT))
+    module = importlib.import_module("ppo_continuous")
+    monkeypatch.setattr(module, "Agent", lambda *_: signal.raise_signal(signal.SIGINT))
     _, err = main("ppo_continuous", f"{SHORT['ppo_continuous']} --run-dir run", status=130)
     assert "Traceback" not in err

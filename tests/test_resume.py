@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, SHORT, all_scripts, flat, load, read_events, resume, run_python
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
@@ -21,6 +22,9 @@ def count(*_):
 register_optimizer_step_pre_hook(count)
 script.main()
 """
+
+
+RUNNER = "--preset none --norm-obs --episodes-per-trial 2 --episode-length 5"
 
 
 def results(run_dir):
@@ -48,6 +52,30 @@ def test_killed_and_resumed(finished, tmp_path, main):
     assert 0 < iteration < load(finished.folder / "run")["progress"]["iteration"]
     resume(main, script)
     check_same(tmp_path / "run", finished.folder / "run")
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("ppo_continuous", "--rnn lstm --norm-reward"),
+        ("muesli_cartpole", "--env-id probes:Loose-v0 --buffer-size 112"),
+        ("rl2_meta", f"--env-id HalfCheetahVel {RUNNER}"),
+    ],
+)
+def test_interrupted_and_resumed(script, flags, main, tmp_path, request):
+    """With an RNN, statistics, a full replay, environments that draw from every generator."""
+    steps, flags = [], f"{SHORT[script]} {flags}"
+    main(script, f"{flags} --run-dir whole")
+
+    def interrupt(*_):
+        steps.extend([1] * (tmp_path / "run" / "checkpoint.pt").exists())
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+
+    request.addfinalizer(register_optimizer_step_pre_hook(interrupt).remove)
+    main(script, f"{flags} --run-dir run", status=130)
+    resume(main, script)
+    check_same(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.parametrize("moment", ["fsync", "replace"])
@@ -96,9 +124,7 @@ def test_flags_given_again_override_those_of_the_run(finished, run_dir, main):
 @all_scripts
 def test_ctrl_c_has_status_130(script, main, tmp_path, monkeypatch):
     """Also before the first checkpoint; what was saved stays."""
-    step = torch.optim.Adam.step if script != "muesli_cartpole" else torch.optim.AdamW.step
-    owner = torch.optim.Adam if script != "muesli_cartpole" else torch.optim.AdamW
-    monkeypatch.setattr(owner, "step", lambda *_: signal.raise_signal(signal.SIGINT))
+    optimizer = torch.optim.AdamW if script == "muesli_cartpole" else torch.optim.Adam
+    monkeypatch.setattr(optimizer, "step", lambda *_: signal.raise_signal(signal.SIGINT))
     _, err = main(script, f"{SHORT[script]} --run-dir run", status=130)
     assert "Error" not in err and not (tmp_path / "run" / "checkpoint.pt").exists()
-    monkeypatch.setattr(owner, "step", step)

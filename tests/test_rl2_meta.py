@@ -1,13 +1,8 @@
 """RL^2: its tasks against exact values, its memory, advantages and losses, its meta-tests."""
 
-import importlib
 import json
 import math
-import random
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -15,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from conftest import SHORT, load, read_events, resume
 from torch.nn.functional import one_hot
 
 import rl2_meta as rl2
@@ -570,19 +565,6 @@ def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path):
     assert len(torch.cat(tasks[:7]).unique()) == 7 * 16 * 5
 
 
-def test_evaluation_disturbs_nothing_and_repeats():
-    agent = small_agent()
-    agent.actor.weight.data.normal_(std=3)
-    weights = {name: x.clone() for name, x in agent.state_dict().items()}
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    one, two = (rl2.evaluate(agent) for _ in range(2))
-    assert one == two and one["eval_mean"] != one["eval_sampled_mean"]
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert torch.equal(states[0], after[0]) and states[1:] == after[1:]
-    torch.testing.assert_close(agent.state_dict(), weights, rtol=0, atol=0)
-    assert agent.training and torch.is_grad_enabled()
-
-
 @pytest.mark.parametrize("test_trials", [50, 1])
 def test_summary_of_the_meta_tests(test_trials, capsys):
     """In batches of 16 trials, the last of which may be too many."""
@@ -622,7 +604,6 @@ def test_learns_to_learn_a_bandit(tmp_path):
 
 # ---------------------------------------------------------------------- runs, and changes of a copy
 
-SOURCE = Path(rl2.__file__).read_text()
 OPTIMIZER = (
     "    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)\n"
 )
@@ -647,24 +628,17 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_change(name, tmp_path, monkeypatch):
+def test_change(name, tmp_path, changed_copy):
     """A usual change of a copy takes effect, and survives a resume."""
-    old, new = CHANGES[name]
-    assert SOURCE.count(old) == 1
-    text = SOURCE.replace(old, new).replace(
-        "    for iteration in", "    last = None\n    for iteration in"
-    )
-    (tmp_path / f"rl2_{name}.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    module = importlib.import_module(f"rl2_{name}")
+    loop = "    for iteration in"
+    module = changed_copy("rl2_meta", dict([CHANGES[name], (loop, f"    last = None\n{loop}")]))
     flags = SMALL | {"run_dir": str(tmp_path / "run"), "checkpoint_every": 1, "test_trials": 2}
     module.train(module.Args(**flags))
     checkpoint, args = module.load_checkpoint(tmp_path / "run")
-    events, weights = read_events(tmp_path / "run"), checkpoint["agent"]
-    plain = trained(tmp_path / "plain").agent.state_dict()
+    weights = checkpoint["agent"]
     if name == "adamw":
-        rates = [x * 0.5 for x in (1, 0.75, 0.5, 0.25)]
-        assert list(events["charts/learning_rate1"].values()) == pytest.approx(rates)
+        rates = read_events(tmp_path / "run")["charts/learning_rate1"]
+        assert list(rates.values()) == pytest.approx([0.5, 0.375, 0.25, 0.125])
     if name == "frozen_layer":
         torch.manual_seed(1)
         fresh = module.Agent(module.make_envs(args, 1), args).state_dict()
@@ -672,129 +646,17 @@ def test_change(name, tmp_path, monkeypatch):
         assert not torch.equal(fresh["actor.weight"], weights["actor.weight"])
     if name == "coefficient":
         assert args.vf_coef == 2
+    plain = trained(tmp_path / "plain").agent.state_dict()
     assert torch.equal(plain["actor.weight"], weights["actor.weight"]) == (name == "print")
     args.resume, args.total_timesteps = str(tmp_path / "run"), 800
     module.train(args, checkpoint)
-    again, _ = module.load_checkpoint(tmp_path / "run")
-    assert again["progress"]["iteration"] == 5
+    assert load(tmp_path / "run")["progress"]["iteration"] == 5
 
 
-def read_events(run_dir):
-    """Scalars of a run: {tag: {step: value}}."""
-    events = EventAccumulator(str(run_dir), {"scalars": 0}).Reload()
-    return {tag: {x.step: x.value for x in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
-
-
-@pytest.mark.parametrize("flags", [{}, VELOCITY | {"norm_obs": True, "total_timesteps": 320}])
-def test_interrupted_and_resumed_run_is_bit_identical(flags, tmp_path):
-    """Interrupted in its third iteration, after a checkpoint in the second."""
-    flags = SMALL | {"checkpoint_every": 2, "test_trials": 2} | flags
-    rl2.train(rl2.Args(**flags, run_dir=str(tmp_path / "whole")))
-    resets, reset = [], rl2.reset
-
-    def interrupted(*args):
-        resets.append(args)
-        if len(resets) == 4:
-            raise KeyboardInterrupt
-        return reset(*args)
-
-    with patch.object(rl2, "reset", interrupted), pytest.raises(KeyboardInterrupt):
-        rl2.train(rl2.Args(**flags, run_dir=str(tmp_path / "run")))
-    checkpoint, args = rl2.load_checkpoint(tmp_path / "run")
-    assert checkpoint["progress"]["iteration"] == 2
-    args.resume = str(tmp_path / "run")
-    rl2.train(args, checkpoint)
-    one, two = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "run"))
-    for name, x in one["agent"].items():
-        assert torch.equal(x, two["agent"][name]), name
-    for i, state in one["optimizer"]["state"].items():
-        assert all(torch.equal(x, two["optimizer"]["state"][i][key]) for key, x in state.items())
-    losses = [read_events(tmp_path / name)["losses/value_loss"] for name in ("whole", "run")]
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-
-
-def run_main(monkeypatch, tmp_path, flags):
-    """Exit status of the command line."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["rl2_meta.py", *flags.split()])
-    try:
-        rl2.main()
-    except SystemExit as stop:
-        return stop.code
-    return 0
-
-
-SHORT = "--total-timesteps 640 --num-trials 16 --rnn-hidden 16 --test-trials 50 --run-dir run"
-
-
-def test_longer_trials_on_resume(tmp_path, monkeypatch, capsys):
-    assert run_main(monkeypatch, tmp_path, SHORT) == 0
-    out = capsys.readouterr().out
-    assert run_main(monkeypatch, tmp_path, "--evaluate run") == 0
-    assert capsys.readouterr().out in out
-    flags = "--resume run --episodes-per-trial 20 --total-timesteps 1280 --adam-eps 1"
-    assert run_main(monkeypatch, tmp_path, flags) == 0
-    checkpoint, _ = rl2.load_checkpoint("run")
-    assert checkpoint["optimizer"]["param_groups"][0]["eps"] == 1
-    assert list(read_events("run")["charts/SPS"]) == [160, 320, 480, 640, 960, 1280]
-    assert len(json.loads(Path("run/summary.json").read_text())["episode_returns"]) == 20
-
-
-@pytest.mark.parametrize(("flags", "words"), [
-    ("--gamma 1.5", "gamma = 1.5 is not in range: 0 to 1"),
-    ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
-    ("--task-sampler some:f", "env_id Bandit, task_sampler some:f: give one of"),
-    ("--task-sampler some:f --env-id CartPole-v1", "task_sampler some:f: no such module:function"),
-    ("--task-sampler json:f --env-id CartPole-v1", "task_sampler json:f: no such module:function"),
-    ("--task-sampler json:f --env-id CartPol-v1", "Did you mean: `CartPole`"),
-    ("--capture-video", "capture_video: Bandit has no picture"),
-    ("--num-trials 10 --num-minibatches 4", "num_minibatches 4 must divide 10 trials"),
-    ("--num-trials 4 --episodes-per-trial 1", "num_minibatches 4 must divide 4 trials, into 2+"),
-    ("--total-timesteps 159", "total_timesteps: 159 more leave no rollout of 160"),
-    ("--resume nowhere", "'nowhere/checkpoint.pt' is no checkpoint of this script"),
-])  # fmt: skip
-def test_bad_input_is_one_sentence(flags, words, monkeypatch, tmp_path, capsys):
-    assert run_main(monkeypatch, tmp_path, f"{SHORT} {flags}") == 2
-    error = capsys.readouterr().err
-    assert words in error and error.count("\n") == 1 and not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", rl2.PRESETS)
-def test_preset_is_taken(name, monkeypatch, tmp_path):
-    """By itself where it is named like the environment or there is a sampler; flags win."""
-    got, env_id = [], "TabularMDP" if name.islower() else name
-    monkeypatch.setattr(rl2, "train", lambda args, _: got.append(args))
-    where = {"env_id": env_id}
-    if name == "simulator":
-        where = {"env_id": "CartPole-v1", "task_sampler": "json:f"}
-    words = " ".join(f"--{flag.replace('_', '-')} {x}" for flag, x in where.items())
-    assert run_main(monkeypatch, tmp_path, f"{words} --preset {name} --seed 3") == 0
-    assert got[0] == rl2.Args(**rl2.PRESETS[name] | where, seed=3, preset=name)
-    if name == "simulator" or not name.islower():
-        run_main(monkeypatch, tmp_path, f"{words} --seed 3")
-        assert got[1] == got[0]
-
-
-RANKS = """
-import os, torch, rl2_meta as rl2
-Agent, agents = rl2.Agent, []
-rl2.Agent = lambda *args: agents.append(Agent(*args)) or agents[-1]
-reset, tasks = rl2.Bandit.reset, []
-rl2.Bandit.reset = lambda envs, **key: (reset(envs, **key), tasks.append(envs.probs))[0]
-rl2.main()
-torch.save((agents[0].state_dict(), tasks[0]), f"rank{os.environ['RANK']}.pt")
-"""
-
-
-def test_two_processes_train_the_same_weights(tmp_path, monkeypatch):
-    (tmp_path / "ranks.py").write_text(RANKS)
-    monkeypatch.setenv("PYTHONPATH", str(Path(rl2.__file__).parent))
-    flags = SHORT.replace("640", "1280").split()
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
-    command = [sys.executable, *torchrun, *flags, "--update-epochs", "4", "--target-kl", "1e-4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    (one, tasks), (two, others) = (torch.load(tmp_path / f"rank{i}.pt") for i in range(2))
-    assert (tasks != others).all()
-    assert all(torch.equal(x, two[name]) for name, x in one.items())
-    assert one["return_rms.count"] == 1280 and done.stdout.count("sampled actions") == 1
+def test_longer_trials_on_resume(tmp_path, main):
+    main("rl2_meta", f"{SHORT['rl2_meta']} --run-dir run")
+    resume(main, "rl2_meta", "--episodes-per-trial 20 --total-timesteps 1280 --adam-eps 1")
+    assert load(tmp_path / "run")["optimizer"]["param_groups"][0]["eps"] == 1
+    assert list(read_events(tmp_path / "run")["charts/SPS"]) == [160, 320, 480, 640, 960, 1280]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["episode_returns"]) == 20

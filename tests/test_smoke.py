@@ -2,8 +2,10 @@
 
 import json
 import math
+import random
 import re
 
+import numpy as np
 import pytest
 import torch
 from conftest import flat, load, read_events, resume
@@ -107,6 +109,22 @@ def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
         again = f"evaluate again: python {finished.script}.py --evaluate 'run'\n"
         assert out and finished.out.endswith(out + again)
     assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
+
+
+def test_evaluation_repeats_and_changes_nothing(finished):
+    """Neither the agent nor what a training would draw next."""
+    agent = finished.module.load_agent(finished.folder / "run")
+    before = {name: x.clone() for name, x in agent.state_dict().items()}
+
+    def generators():
+        return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+
+    states = generators()
+    one, two = finished.module.evaluate(agent), finished.module.evaluate(agent)
+    assert one == two == {name: read_summary(finished.folder / "run")[name] for name in one}
+    assert generators() == states
+    torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
+    assert agent.training and torch.is_grad_enabled()
 
 
 def test_resume_extends_a_finished_run(finished, run_dir, main):
