@@ -148,6 +148,37 @@ def flat(value, name=""):
     return {name: value}
 
 
+def check_orthogonal(weight, gain):
+    values = torch.linalg.svdvals(weight.flatten(1))
+    torch.testing.assert_close(values, torch.full_like(values, gain), atol=1e-5, rtol=1e-4)
+
+
+def ppo_loss(args, outputs, mb, ent_coef, clip_coef):
+    """PPO's loss of a minibatch in float64, written out, and what is logged of it.
+
+    Outputs: log-probabilities, entropies, values."""
+    logprob, entropy, value = (x.double() for x in outputs)
+    logratio, advantage = logprob - mb["logprobs"], mb["advantages"].double()
+    ratio, low, high = logratio.exp(), 1 - clip_coef, 1 + clip_coef
+    if args.norm_adv:
+        advantage = (advantage - advantage.mean()) / advantage.std()
+    inside = torch.where(advantage > 0, ratio.clamp(max=high), ratio.clamp(min=low))
+    errors = [value - mb["returns"]]
+    if args.clip_vloss:
+        old = mb["values"]
+        errors.append(value.clamp(old - clip_coef, old + clip_coef) - mb["returns"])
+    logged = {
+        "policy_loss": -(inside * advantage).mean(),
+        "value_loss": 0.5 * torch.stack(errors).square().amax(0).mean(),
+        "entropy": entropy.mean(),
+        "old_approx_kl": -logratio.mean(),
+        "approx_kl": (ratio - 1 - logratio).mean(),
+        "clipfrac": ((ratio > high) | (ratio < low)).double().mean(),
+    }
+    loss = logged["policy_loss"] + args.vf_coef * logged["value_loss"]
+    return loss - ent_coef * logged["entropy"], logged
+
+
 def flag_docs(script):
     """Trailing comment of each line of Args that is a flag."""
     args = re.search(

@@ -489,15 +489,6 @@ def test_solved_takes_two_evaluations(flags, found, solved_at, steps, monkeypatc
     assert list(logged.values()) == found
 
 
-def test_evaluations_change_nothing(tmp_path):
-    """Also where an environment draws from generators that are not its own."""
-    results = []
-    for n in (0, 140):
-        agent, _ = train(tmp_path / str(n), "Loose-v0", total_timesteps=300, eval_frequency=n)
-        results.append(agent.state_dict())
-    torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
 def test_evaluation_plays_one_episode_of_each_environment():
     agent = small_agent(small_args(), num_actions=2)
     one, again, other = (muesli.play_episodes(agent, False, 1, key) for key in (5, 5, 6))

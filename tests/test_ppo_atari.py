@@ -237,17 +237,6 @@ def test_the_network_has_as_many_weights_as_the_papers():
     }  # fmt: skip
 
 
-def test_initial_weights_are_orthogonal():
-    agent = make_agent()
-    for layer, gain in ((agent.shared[0][0], 2**0.5), (agent.actor[-1], 0.01)):
-        weight = layer.weight.flatten(1)
-        product = weight @ weight.T
-        torch.testing.assert_close(product, gain**2 * torch.eye(len(weight)), atol=1e-5, rtol=0)
-        assert not layer.bias.any()
-    assert agent.critic[-1].weight.detach().norm() == pytest.approx(1.0)
-    assert not make_agent(norm_value=True).critic[-1].weight.any()
-
-
 def test_without_share_network_the_critic_has_a_network_of_its_own():
     agent = make_agent(share_network=False)
     obs, state, done, mask, _ = random_batch(3)
@@ -328,24 +317,6 @@ def test_a_fused_step_is_adams():
             optimizer.step()
     for one, two in zip(agents[0].parameters(), agents[1].parameters(), strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("flags", [{}, {"rnn": "lstm"}, {"rnn": "gru", "rnn_seq_len": 4}], ids=str)
-def test_the_first_minibatch_has_the_rollouts_probabilities(flags, tmp_path, monkeypatch):
-    """Ratios of 1 and values of the rollout, though lives end within it."""
-    logs, gradients = [], atari.compute_gradients
-
-    def watched(agent, params, batch, states, index, clip_coef):
-        losses = gradients(agent, params, batch, states, index, clip_coef)
-        logs.append((losses["old_approx_kl"].item(), losses["clipfrac"].item(), batch["dones"]))
-        return losses
-
-    monkeypatch.setattr(atari, "compute_gradients", watched)
-    monkeypatch.setattr(atari, "evaluate", lambda *_: {"eval_mean": 0.0})
-    flags = {"num_steps": 64, "total_timesteps": 128, "max_frames": 60} | flags
-    train(tmp_path / "run", **flags)
-    assert logs[0][2].sum() > 4 and abs(logs[0][0]) < 1e-6 and logs[0][1] == 0
-    assert abs(logs[-1][0]) > 1e-6  # later ones differ
 
 
 def test_rewards_are_signs_and_the_score_is_told(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import numpy as np
 import probes
 import pytest
 import torch
+from conftest import ppo_loss
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 from torch.distributions import Categorical, Normal
@@ -64,12 +65,6 @@ SMALL = {
     "target_kl": None,
     "compile": False,
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread_and_seed():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
 
 
 def bare_agent(space=None, **flags):
@@ -155,14 +150,6 @@ def test_gae_matches_double_sum(gamma, lam):
         torch.testing.assert_close(ppo.compute_gae(*rollout, gamma, lam), expected)
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_gae_of_rewards_1_2_3_with_gamma_a_tenth_is_1_23(ends):
-    rewards, zeros = torch.tensor([[1.0], [2.0], [3.0]]), torch.zeros(3, 1)
-    after = torch.tensor([100.0 * ends]), torch.tensor([float(ends)])  # of another episode, or 0
-    returns = ppo.compute_gae(rewards, zeros, zeros, *after, gamma=0.1, gae_lambda=1.0)
-    torch.testing.assert_close(returns, torch.tensor([[1.23], [2.3], [3.0]]))
-
-
 @pytest.mark.parametrize("offset", [0.0, 1e6])
 def test_running_mean_std_is_that_of_all_data(offset):
     """Also after a module is moved, which leaves it in float64."""
@@ -202,34 +189,6 @@ def random_batch(agent, L):
     return batch, torch.randn(agent.num_states, 8, 16)
 
 
-def written_out_loss(agent, mb, states, clip):
-    """PPO's loss of a minibatch (L, S, ...) in float64, and what is logged of it."""
-    args, flat = agent.args, {name: x.flatten(0, 1) for name, x in mb.items()}
-    inputs = flat["obs"], states, flat["dones"], flat["masks"], flat["actions"]
-    logprob, entropy, value = (x.double() for x in agent(*inputs))
-    logratio, advantage = logprob - flat["logprobs"], flat["advantages"].double()
-    ratio = logratio.exp()
-    if args.norm_adv:
-        advantage = (advantage - advantage.mean()) / advantage.std()
-    inside = torch.where(advantage > 0, ratio.clamp(max=1 + clip), ratio.clamp(min=1 - clip))
-    errors = [value - flat["returns"]]
-    if args.clip_vloss:
-        old = flat["values"]
-        errors.append(value.clamp(old - clip, old + clip) - flat["returns"])
-    value_loss = 0.5 * torch.stack(errors).square().amax(0).mean()
-    loss = -(inside * advantage).mean() - args.ent_coef * entropy.mean()
-    outside = (ratio > 1 + clip) | (ratio < 1 - clip)
-    logged = {
-        "policy_loss": -(inside * advantage).mean(),
-        "value_loss": value_loss,
-        "entropy": entropy.mean(),
-        "old_approx_kl": -logratio.mean(),
-        "approx_kl": (ratio - 1 - logratio).mean(),
-        "clipfrac": outside.double().mean(),
-    }
-    return loss + args.vf_coef * value_loss, logged
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -254,7 +213,9 @@ def test_gradients_and_step_are_those_of_the_written_out_loss(flags):
         logged = ppo.compute_gradients(agent, params, batch, states, index, 0.2)
         adam.step()
         mb = {name: x[:, index] for name, x in batch.items()}
-        loss, expected_logged = written_out_loss(expected, mb, states[:, index], 0.2)
+        flat = {name: x.flatten(0, 1) for name, x in mb.items()}
+        inputs = flat["obs"], states[:, index], flat["dones"], flat["masks"], flat["actions"]
+        loss, expected_logged = ppo_loss(agent.args, expected(*inputs), flat, 0.1, 0.2)
         reference.zero_grad()
         loss.backward()
         norm = agent.args.max_grad_norm or torch.inf
@@ -376,27 +337,6 @@ def test_to_env_gives_members_of_the_space_with_its_dtype(space):
 
 
 # ------------------------------------------------------------------------- invariants of a training
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"learn_std": True},
-        {"env_id": "Masked-v0"},
-        {"rnn": "gru"},
-        {"rnn": "lstm"},
-        {"rnn": "lstm", "rnn_seq_len": 4},
-        {"rnn": "gru", "rnn_seq_len": 8, "rnn_reset": False},
-    ],
-    ids=str,
-)
-def test_first_minibatch_has_ratio_1(flags, tmp_path):
-    """In each of three iterations, in which episodes begin and statistics change."""
-    flags |= {"learning_rate": 1e-2, "num_steps": 48, "total_timesteps": 576, "log_std_drop": 0.0}
-    seen = run(tmp_path / "run", **flags)
-    kl = torch.stack([x.logged["approx_kl"] for x in seen.updates]).view(3, 8)
-    assert kl[:, 0].abs().max() < 1e-6 < kl[:, -1].min()
-    assert seen.updates[0].args[2]["dones"].sum() > 0
 
 
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
@@ -564,36 +504,6 @@ def test_norm_obs_uses_all_earlier_rollouts(tmp_path):
     torch.testing.assert_close(seen.agent.normalize(data.float()), expected)
 
 
-# -------------------------------------------------------------------------- the critic's unit
-
-
-def test_critic_keeps_its_values_when_the_unit_changes(tmp_path):
-    """Pop-Art: the first minibatch's values are those of the rollout, in the new unit."""
-    units = []
-
-    def on_update(seen, agent, params, batch, *_):
-        if len(seen.updates) % 8 == 0:
-            units.append(agent.return_rms.scale.item())
-            obs = batch["obs"][0]
-            with torch.no_grad():
-                value, _ = agent.get_value(obs, torch.zeros(0, len(obs), 16), batch["dones"][0])
-            raw = seen.gae[-1][1].T.flatten()  # values (T, N) as sequences: by environment
-            expected, actual = raw.sort().values, (value * units[-1]).sort().values
-            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
-
-    run(tmp_path / "run", total_timesteps=256, learning_rate=1e-2, on_update=on_update)
-    assert len(set(units)) == 4
-
-
-def test_critics_unit_is_the_std_of_all_returns(tmp_path):
-    for norm_value in (True, False):
-        seen = run(tmp_path / str(norm_value), norm_value=norm_value, recompute_adv=False)
-        returns = [ppo.compute_gae(*x) + x[1] for x in seen.gae]
-        x = torch.cat(returns).double()
-        expected = (x.var(correction=0) + 1e-4 * x.mean() ** 2).sqrt() if norm_value else 1.0
-        assert seen.agent.return_rms.scale.item() == pytest.approx(float(expected), rel=1e-4)
-
-
 @pytest.mark.parametrize("flags", [{}, {"norm_reward": True, "norm_value": False}], ids=str)
 def test_unit_of_rewards_does_not_change_the_policy(flags, tmp_path):
     def actor(scale):
@@ -643,10 +553,22 @@ def test_learns_the_best_action_of_a_bandit(tmp_path):
     assert values(agent, [[0.0]]).item() == pytest.approx(summary["eval_sampled_mean"], abs=0.1)
 
 
-@pytest.mark.parametrize("env_id", ["MultiDiscrete-v0", "MultiBinary-v0"])
-def test_learns_the_best_choices(env_id, tmp_path):
-    _, summary = learned(tmp_path / "run", env_id=env_id)
-    assert summary["eval_mean"] == 1 and summary["eval_sampled_mean"] > 0.8
+MEMORY = {"env_id": "Memory-v0", "eval_episodes": 50, "total_timesteps": 4096, "gamma": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("flags", "least"),
+    [
+        ({"env_id": "MultiDiscrete-v0"}, 1.0),
+        ({"env_id": "MultiBinary-v0"}, 1.0),
+        (MEMORY | {"rnn": "gru"}, 0.9),
+        (MEMORY | {"rnn": "lstm", "rnn_seq_len": 8}, 0.9),
+    ],
+    ids=str,
+)
+def test_learns_the_best_choices_and_to_remember(flags, least, tmp_path):
+    _, summary = learned(tmp_path / "run", **flags)
+    assert summary["eval_mean"] >= least and summary["eval_sampled_mean"] > 0.8
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_value": False, "norm_reward": True}], ids=str)
@@ -663,13 +585,6 @@ def test_learns_values_that_a_time_limit_does_not_cut(tmp_path):
     flags = {"gamma": 0.8, "total_timesteps": 4096, "ortho_init": False}
     agent, _ = learned(tmp_path / "run", env_id="Forever-v0", **flags)
     assert values(agent, [[0.0]]).item() == pytest.approx(1 / (1 - 0.8), rel=0.1)
-
-
-@pytest.mark.parametrize("flags", [{"rnn": "gru"}, {"rnn": "lstm", "rnn_seq_len": 8}], ids=str)
-def test_learns_to_remember(flags, tmp_path):
-    flags |= {"eval_episodes": 50, "total_timesteps": 4096, "gamma": 0.9}
-    _, summary = learned(tmp_path / "run", env_id="Memory-v0", **flags)
-    assert summary["eval_mean"] > 0.9 and summary["eval_sampled_mean"] > 0.8
 
 
 def test_learns_masked_choices_and_never_plays_forbidden_ones(tmp_path):

@@ -16,7 +16,6 @@ import probes  # registers environments
 import pytest
 import torch
 from conftest import ROOT, SHORT, flat, read_events, run_python
-from gymnasium.spaces import Box
 from torch import nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
@@ -27,11 +26,6 @@ SMALL = {
     "total_timesteps": 128, "rnn_hidden": 16, "eval_episodes": 2, "hidden": (16, 16),
     "compile": False,
 }  # fmt: skip
-
-
-def make_agent(**flags):
-    spaces = {"single_observation_space": Box(-1, 1, (3,)), "single_action_space": Box(-1, 1, (2,))}
-    return ppo.Agent(SimpleNamespace(**spaces), ppo.Args(**SMALL | flags))
 
 
 def weights(agent):
@@ -408,31 +402,6 @@ def test_an_error_inside_an_environment_keeps_its_traceback(main, monkeypatch):
 
 
 # ------------------------------------------------------------- initial weights, files of a run
-
-
-@pytest.mark.parametrize("share_network", [False, True])
-@pytest.mark.parametrize("norm_value", [False, True])
-def test_initial_weights_are_orthogonal(norm_value, share_network):
-    """With gain sqrt 2; 0.01 for actions and 1 for values, which begin at 0 with norm_value."""
-    agent = make_agent(norm_value=norm_value, share_network=share_network)
-    heads = [(agent.actor[-1], 0.01), (agent.critic[-1], 0.0 if norm_value else 1.0)]
-    parts = [agent.shared] if share_network else [agent.actor[:-1], agent.critic[:-1]]
-    layers = [(x, 2**0.5) for part in parts for x in part if isinstance(x, nn.Linear)]
-    assert len(layers) == (2 if share_network else 4)
-    for layer, gain in layers + heads:
-        weight = layer.weight.T if layer.in_features < layer.out_features else layer.weight
-        torch.testing.assert_close(weight @ weight.T, gain**2 * torch.eye(len(weight)))
-        assert not layer.bias.any()
-
-
-@pytest.mark.parametrize("rnn", ["gru", "lstm"])
-def test_initial_recurrent_weights_are_orthogonal(rnn):
-    for name, x in make_agent(rnn=rnn).rnn.named_parameters():
-        if "weight" in name:  # (3 or 4 times 16, 3 or 16)
-            torch.testing.assert_close(x.T @ x, torch.eye(x.shape[1]), rtol=0, atol=1e-5)
-        else:
-            assert not x.any()
-    assert any(x.any() for n, x in make_agent(ortho_init=False).named_parameters() if "bias" in n)
 
 
 @pytest.mark.parametrize(

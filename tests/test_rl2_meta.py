@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import SHORT, load, read_events, resume
+from conftest import SHORT, check_orthogonal, load, ppo_loss, read_events, resume
 from torch.nn.functional import one_hot
 
 import rl2_meta as rl2
@@ -322,11 +322,6 @@ def test_privileged_training_learns_regrets_and_shows_the_critic_the_task(tmp_pa
 # ---------------------------------------------------------------------------- networks at the start
 
 
-def assert_orthogonal(weight, gain):
-    values = torch.linalg.svdvals(weight.detach())
-    torch.testing.assert_close(values, torch.full_like(values, gain))
-
-
 @pytest.mark.parametrize("on", [True, False])
 @pytest.mark.parametrize("rnn", ["gru", "lstm"])
 def test_initial_rnn_is_orthogonal_with_chrono_memories(rnn, on):
@@ -335,7 +330,7 @@ def test_initial_rnn_is_orthogonal_with_chrono_memories(rnn, on):
     layer = agent.actor_rnn
     for gates in (layer.weight_ih_l0, layer.weight_hh_l0):
         for weight in gates.split(200):
-            assert_orthogonal(weight, 1.0)
+            check_orthogonal(weight.detach(), 1.0)
     inward, keep, *others = layer.bias_ih_l0.split(200)  # GRU: r, z, n; LSTM: i, f, g, o
     assert not torch.cat(others).any() and not layer.bias_hh_l0.any()
     assert torch.equal(inward, -keep if rnn == "lstm" else torch.zeros(200))
@@ -343,20 +338,6 @@ def test_initial_rnn_is_orthogonal_with_chrono_memories(rnn, on):
     times = keep.exp()
     assert low <= times.min() < low + 2 and high - 2 < times.max() <= high + 1e-4
     assert times.mean().item() == pytest.approx(mean, abs=4)
-
-
-def test_initial_heads():
-    agent = small_agent(privileged=True, share_network=False)
-    for layer, gain in ((agent.actor, 0.01), (agent.critic[0], 2**0.5)):
-        assert_orthogonal(layer.weight, gain)
-        assert not layer.bias.any()
-    assert not agent.critic[-1].weight.any() and not agent.critic[-1].bias.any()
-    assert agent.critic_rnn is not agent.actor_rnn
-    plain = small_agent(norm_value=False)
-    assert_orthogonal(plain.critic[-1].weight, 1.0)
-    plain = small_agent(ortho_init=False, chrono_init=False)
-    assert plain.critic_rnn is plain.actor_rnn
-    assert all(bias.any() for name, bias in plain.actor_rnn.named_parameters() if "bias" in name)
 
 
 # ------------------------------------------------------------------------ advantages and the update
@@ -404,27 +385,6 @@ def test_steps_after_the_scored_episodes_are_not_learned(tmp_path):
     assert torch.equal(*gradients) and gradients[0].any()
 
 
-def ppo_loss(agent, batch, index, ent_coef):
-    """In float64, written out step by step."""
-    args, terms = agent.args, []
-    mb = {name: x[:, index] for name, x in batch.items()}
-    outputs = agent(mb["inputs"], mb["hints"], mb["actions"])
-    logprobs, entropy, values = (x.double() for x in outputs)
-    advantages = mb["advantages"].double()
-    if args.norm_adv:
-        advantages = (advantages - advantages.mean()) / advantages.std()
-    for t, n in np.ndindex(*logprobs.shape):
-        ratio, reach = (logprobs[t, n] - mb["logprobs"][t, n]).exp(), args.clip_coef
-        value, old, target = values[t, n], mb["values"][t, n], mb["returns"][t, n]
-        errors = [(value - target) ** 2]
-        if args.clip_vloss:
-            errors.append((value.clamp(old - reach, old + reach) - target) ** 2)
-        gains = ratio * advantages[t, n], ratio.clamp(1 - reach, 1 + reach) * advantages[t, n]
-        loss = -min(gains) + args.vf_coef * 0.5 * max(errors) - ent_coef * entropy[t, n]
-        terms.append(loss)
-    return torch.stack(terms).mean()
-
-
 @pytest.mark.parametrize("flags", [
     {}, {"norm_adv": False, "clip_vloss": True, "max_grad_norm": 0.0},
     {"rnn": "lstm", "clip_coef": 0.1},
@@ -436,7 +396,10 @@ def test_gradients_are_those_of_ppos_loss(flags, tmp_path):
         layer.weight.data.normal_()
     batch |= {"advantages": 2 * torch.randn(30, 16) + 1, "returns": torch.randn(30, 16)}
     index, params = torch.tensor([3, 9, 4]), list(agent.parameters())
-    expected = torch.autograd.grad(ppo_loss(agent, batch, index, 0.3), params)
+    mb = {name: x[:, index] for name, x in batch.items()}
+    outputs = agent(mb["inputs"], mb["hints"], mb["actions"])
+    loss, _ = ppo_loss(agent.args, outputs, mb, 0.3, agent.args.clip_coef)
+    expected = torch.autograd.grad(loss, params)
     norm = torch.cat([grad.flatten() for grad in expected]).norm()
     losses = rl2.compute_gradients(agent, params, batch, index, 0.3)
     assert losses["clipfrac"] > 0.05
@@ -466,31 +429,6 @@ def test_train_anneals_shuffles_and_stops_its_epochs(on, tmp_path):
     for epoch in torch.cat([step.index for step in steps]).view(-1, 16):
         assert sorted(epoch.tolist()) == list(range(16))
     assert len({tuple(step.index.tolist()) for step in steps}) > 8
-
-
-@pytest.mark.parametrize("on", [True, False])
-def test_norm_value_keeps_values_when_the_unit_changes(on, tmp_path):
-    """Pop-Art: what the critic says before an update is what the advantages were computed from."""
-    changes, returns = [], []
-
-    def on_step(agent, batch):
-        with torch.no_grad():
-            values = agent(batch["inputs"], batch["hints"], batch["actions"])[2]
-        torch.testing.assert_close(values, batch["values"], atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(batch["returns"], batch["values"] + batch["advantages"])
-        changes.append((agent.return_rms.scale.item(), values.std().item()))
-        returns.append(batch["returns"] * agent.return_rms.scale)
-
-    flags = {"update_epochs": 1, "num_minibatches": 1, "learning_rate": 0.05, "norm_value": on}
-    trained(tmp_path / "run", on_step, **flags)
-    units, values = zip(*changes, strict=True)
-    assert len(set(units)) == (4 if on else 1) and min(values[1:]) > 0
-    assert (values[0] == 0) == on  # the critic's noise does not enter the unit
-    if on:  # up to the floor of a hundredth of the mean
-        expected = torch.cat(returns).std().item()
-        assert units[-1] == pytest.approx(expected, rel=0.01)
-    else:
-        assert units[0] == 1
 
 
 class Scaled(gym.Env):

@@ -8,8 +8,10 @@ from collections import defaultdict
 from itertools import combinations
 
 import pytest
-from conftest import ROOT, SCRIPTS, flag_docs
+import torch
+from conftest import ROOT, SCRIPTS, SHORT, check_orthogonal, flag_docs
 from packaging.requirements import Requirement  # pytest needs it, too
+from torch import nn
 
 # Every script has its own.
 OWN = {"Agent", "Args", "make_env", "make_envs", "time_limit", "train"}
@@ -81,3 +83,90 @@ def test_scripts_and_requirements_name_the_same_packages():
     required = packages(line for line in text.splitlines() if line[0] != "#")
     del required["moviepy"]
     assert packages(lines) == required
+
+
+# --------------------------------------------------------------- what the agents of PPO do alike
+
+INVADERS = "--env-id SpaceInvaders --num-steps 100 --total-timesteps 800 --max-frames 400"
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("ppo_continuous", "--env-id Pendulum-v1 --learn-std"),
+        ("ppo_continuous", "--env-id probes:Masked-v0 --no-norm-value"),
+        ("ppo_continuous", "--rnn gru"),
+        ("ppo_continuous", "--rnn lstm --rnn-seq-len 4"),
+        ("ppo_continuous", "--rnn gru --rnn-seq-len 8 --no-rnn-reset"),
+        ("ppo_atari", f"--norm-value {INVADERS}"),
+        ("ppo_atari", "--rnn lstm --num-minibatches 1"),
+        ("ppo_atari", "--rnn gru --rnn-seq-len 4"),
+        ("rl2_meta", ""),
+        ("rl2_meta", "--no-norm-value --rnn lstm"),
+    ],
+)
+def test_first_minibatch_has_the_rollouts_policy_and_values(
+    script, flags, main, tmp_path, monkeypatch
+):
+    """Ratios of 1, and the same values in the critic's new unit, in each of four iterations.
+
+    The unit is the std of all returns."""
+    module, seen = importlib.import_module(script), []
+    gradients = module.compute_gradients
+
+    def watched(agent, params, batch, *rest):
+        losses, index = gradients(agent, params, batch, *rest), rest[-2]
+        error = (batch["values"] - batch["returns"])[:, index].square().mean() / 2
+        returns = batch["returns"] * agent.return_rms.scale
+        seen.append((losses, error, returns, agent.return_rms.scale.item()))
+        return losses
+
+    monkeypatch.setattr(module, "compute_gradients", watched)
+    flags = f"{flags} --update-epochs 2 --learning-rate 0.01 --clip-coef 0.001 --target-kl 100"
+    main(script, f"{SHORT[script]} {flags} --run-dir run")
+    args = module.load_checkpoint(tmp_path / "run")[1]
+    steps = 2 * args.num_minibatches
+    for losses, error, *_ in seen[::steps]:
+        assert abs(losses["old_approx_kl"]) < 1e-6 and losses["clipfrac"] == 0
+        torch.testing.assert_close(losses["value_loss"], error, rtol=1e-3, atol=1e-6)
+    assert all(losses["clipfrac"] > 0 for losses, *_ in seen[steps - 1 :: steps])
+    units = [unit for *_, unit in seen[::steps]]
+    assert len(units) == 4 and len(set(units)) == (4 if args.norm_value else 1)
+    x = torch.cat([returns for *_, returns, _ in seen[::steps]], 1).double()
+    expected = (x.var(correction=0) + 1e-4 * x.mean() ** 2).sqrt() if args.norm_value else 1
+    assert units[-1] == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags"),
+    [
+        ("ppo_continuous", {}),
+        ("ppo_continuous", {"share_network": True, "norm_value": False}),
+        ("ppo_continuous", {"rnn": "gru"}),
+        ("ppo_continuous", {"rnn": "lstm"}),
+        ("ppo_atari", {"screen_size": 36}),
+        ("ppo_atari", {"screen_size": 36, "rnn": "gru", "norm_value": True}),
+        ("rl2_meta", {}),
+        ("rl2_meta", {"share_network": False, "norm_value": False}),
+    ],
+    ids=str,
+)
+def test_initial_weights_are_orthogonal(script, flags):
+    """With gain sqrt 2; 0.01 for actions and 1 for values, which begin at 0 with norm_value."""
+    module = importlib.import_module(script)
+    args = module.Args(**flags)
+    agent = module.Agent(module.make_envs(args, 1), args)
+    layers = [x for x in agent.modules() if isinstance(x, nn.Linear | nn.Conv2d)]
+    heads = {[*agent.actor.modules()][-1]: 0.01, agent.critic[-1]: 1.0 - args.norm_value}
+    assert len(layers) > 2
+    for layer in layers:
+        check_orthogonal(layer.weight.detach(), heads.get(layer, 2**0.5))
+        assert not layer.bias.any()
+    if script != "rl2_meta":  # whose gates have a test of their own
+        for name, x in agent.named_parameters():
+            if name.startswith("rnn.weight"):
+                check_orthogonal(x.detach(), 1.0)
+            assert not name.startswith("rnn.bias") or not x.any()
+    args = module.Args(**flags | {"ortho_init": False})
+    plain = module.Agent(module.make_envs(args, 1), args)
+    assert [*plain.actor.modules()][-1].bias.any()
