@@ -270,22 +270,6 @@ def test_effects_over_tasks_are_in_percent_of_each_tasks_first_setting():
     }
 
 
-def test_killed_trainings_of_a_study_are_resumed(tmp_path, monkeypatch):
-    """Without a checkpoint they begin anew, with one they resume; finished ones stay."""
-    study = ablations.Study("x.py", "eval_mean", {"X-v1": ""}, {"a": ""})
-    run_dir, commands = tmp_path / "X-v1__a__1", []
-    monkeypatch.setattr(ablations, "read", lambda study, run_dir: {})
-    monkeypatch.setattr(ablations.subprocess, "run", lambda words, **_: commands.append(words[-2:]))
-    run_dir.mkdir()
-    (run_dir / "args.json").touch()
-    for name in ("checkpoint.pt", "summary.json", "other"):
-        ablations.train(study, tmp_path, "X-v1", "a", 1)
-        run_dir.mkdir(exist_ok=True)
-        (run_dir / name).touch()
-    assert commands == [["--run-dir", str(run_dir)], ["--resume", str(run_dir)]]
-    assert not (run_dir / "args.json").exists()
-
-
 def test_speed_is_the_median_after_the_first_row(call, tmp_path, monkeypatch):
     for name, rate in (("fast", 100), ("slow", 10)):
         rows = f"SPS,seconds\\n1,5\\n{rate},6\\n{3 * rate},7\\n{2 * rate},8"
@@ -346,9 +330,6 @@ def test_table_and_figure_of_adaptation(call, tmp_path):
     np.testing.assert_allclose(drawn["task known"], 2.5 / 3)
     with pytest.raises(tables.UsageError, match="two runs of Bandit, 5 arms, 3 pulls, seed 2"):
         adaptation.group([*RUNS, RUNS[3]])
-
-
-# ---------------------------------------------------------------------------------------- bad input
 
 
 @pytest.mark.parametrize("content", [None, "", "env_id,seed\n", "task,score\nbandit,1\n"])

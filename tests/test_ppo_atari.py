@@ -268,21 +268,6 @@ def test_bf16_is_used_and_rounds_a_little():
     torch.testing.assert_close(rounded, exact, atol=0.02 * exact.max().item(), rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("device", "able", "expected"),
-    [
-        ("cpu", {"amx_bf16": True}, True),
-        ("cpu", {"avx2": True}, False),
-        ("cuda", (8, 0), True),
-        ("cuda", (7, 5), False),
-    ],
-)
-def test_bf16_is_taken_where_it_is_fast(device, able, expected, monkeypatch):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: able)
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: able)
-    assert atari.fast_bf16(SimpleNamespace(type=device)) is expected
-
-
 def test_actions_are_sampled_by_their_probabilities_and_masked():
     agent = make_agent()
     agent.actor[-1].bias.data = torch.tensor([0.0, 1.0, 2.0, 3.0])

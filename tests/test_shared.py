@@ -24,13 +24,8 @@ OWN_OF = {
 OWN_FLAGS = {
     "ppo_continuous": set(),
     "ppo_atari": {"device", "env_id"},
-    "muesli_cartpole": {
-        "learning_rate",
-        "norm_adv",
-        "num_envs",
-        "torch_threads",
-        "total_timesteps",
-    },
+    "muesli_cartpole": {"learning_rate", "norm_adv", "num_envs", "torch_threads"}
+    | {"total_timesteps"},
     "rl2_meta": {"capture_video", "ent_coef", "env_id", "gae_lambda", "gamma", "learning_rate"}
     | {"num_minibatches"},
 }

@@ -13,39 +13,17 @@ from conftest import flat, load, read_events, resume
 pytestmark = pytest.mark.smoke
 
 PPO_LOSSES = [
-    "explained_variance",
-    "epochs",
-    "policy_loss",
-    "value_loss",
-    "entropy",
-    "old_approx_kl",
-    "approx_kl",
-    "clipfrac",
-    "grad_norm",
-]
+    "explained_variance", "epochs", "policy_loss", "value_loss", "entropy", "old_approx_kl",
+    "approx_kl", "clipfrac", "grad_norm",
+]  # fmt: skip
 MUESLI_LOSSES = [
-    "policy_loss",
-    "cmpo_loss",
-    "model_loss",
-    "value_loss",
-    "reward_loss",
-    "entropy",
-    "kl_to_prior",
-    "clipped_targets",
-    "grad_norm",
-]
+    "policy_loss", "cmpo_loss", "model_loss", "value_loss", "reward_loss", "entropy",
+    "kl_to_prior", "clipped_targets", "grad_norm",
+]  # fmt: skip
 SUMMARY = [
-    "env_id",
-    "seed",
-    "global_step",
-    "seconds",
-    "sps",
-    "eval_episodes",
-    "eval_mean",
-    "eval_std",
-    "eval_sampled_mean",
-    "eval_sampled_std",
-]
+    "env_id", "seed", "global_step", "seconds", "sps", "eval_episodes", "eval_mean", "eval_std",
+    "eval_sampled_mean", "eval_sampled_std",
+]  # fmt: skip
 MORE = {
     "muesli_cartpole": ["solved_at"],
     "rl2_meta": ["trial_return_mean", "trial_return_se", "trial_return_greedy_mean"],
