@@ -57,7 +57,7 @@ def test_killed_and_resumed(finished, tmp_path, main):
 @pytest.mark.parametrize(
     ("script", "flags"),
     [
-        ("ppo_continuous", "--rnn lstm --norm-reward"),
+        ("ppo_continuous", "--env-id probes:Loose-v0 --rnn lstm --norm-reward"),
         ("muesli_cartpole", "--env-id probes:Loose-v0 --buffer-size 112"),
         ("rl2_meta", f"--env-id HalfCheetahVel {RUNNER}"),
     ],
@@ -107,16 +107,20 @@ def test_killed_after_the_last_step(finished, run_dir, main):
     assert without_rate[0] == without_rate[1]
 
 
-def test_flags_given_again_override_those_of_the_run(finished, run_dir, main):
-    before = load(run_dir)
+@pytest.mark.smoke
+def test_a_resume_with_other_flags_continues_a_finished_run(finished, run_dir, main):
+    """Its weights, Adam's averages and events; the flags given again override its own."""
+    before, events = load(run_dir), read_events(run_dir)["charts/SPS"]
     total = before["args"]["total_timesteps"] * 3 // 2
-    main(finished.script, f"--resume run --total-timesteps {total} --gamma 0.5 --no-anneal-lr")
-    after = load(run_dir)
+    resume(main, finished.script, f"--total-timesteps {total} --gamma 0.5 --no-anneal-lr")
+    after, longer = load(run_dir), read_events(run_dir)["charts/SPS"]
+    assert list(longer.items())[: len(events)] == list(events.items())
+    assert list(longer)[-1] == after["progress"]["global_step"] >= total
     changed = {name for name, x in after["args"].items() if x != before["args"][name]}
     assert changed == {"total_timesteps", "gamma", "anneal_lr", "resume"}
     assert after["progress"]["iteration"] > before["progress"]["iteration"]
     steps = [x["optimizer"]["state"][0]["step"] for x in (before, after)]
-    assert steps[1] > steps[0]  # Adam's averages continue
+    assert steps[1] > steps[0]
     rate = after["optimizer"]["param_groups"][0]["lr"]
     assert rate == after["args"]["learning_rate"]
 

@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import flat, load, read_events, resume
+from conftest import flat, load, read_events
 
 pytestmark = pytest.mark.smoke
 
@@ -103,15 +103,6 @@ def test_evaluation_repeats_and_changes_nothing(finished):
     assert generators() == states
     torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
     assert agent.training and torch.is_grad_enabled()
-
-
-def test_resume_extends_a_finished_run(finished, run_dir, main):
-    before, total = read_events(run_dir), load(run_dir)["args"]["total_timesteps"]
-    resume(main, finished.script, f"--total-timesteps {total * 3 // 2}")
-    after = read_events(run_dir)["charts/SPS"]
-    assert list(after.items())[: len(before["charts/SPS"])] == list(before["charts/SPS"].items())
-    assert list(after)[-1] == read_summary(run_dir)["global_step"] >= total * 3 // 2
-    assert len(after) > len(before["charts/SPS"])
 
 
 def test_agent_loads_into_a_program(finished):
