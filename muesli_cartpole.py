@@ -25,6 +25,7 @@ import inspect
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -747,6 +748,8 @@ def restore(saved, checkpoint):
 
 
 def check_ranges(args):
+    if args.evaluate is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("one process evaluates: start it with python, not torchrun")
     for field in fields(args):
         value = getattr(args, field.name)
         low, high = RANGES.get(field.name, (1 if field.type is int else 0, 10**12))
@@ -836,7 +839,7 @@ class RunLog:
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()
-        print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
+        print("evaluate again:", shlex.join(["python", sys.argv[0], "--evaluate", args.run_dir]))
         return summary
 
 

@@ -19,6 +19,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,7 @@ class Args:
     recompute_adv: bool = False  # advantages anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 4  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
     clip_coef: float = 0.1  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
     clip_vloss: bool = True  # clip the change of the value to clip_coef [D9]
@@ -577,8 +578,12 @@ def train(args, checkpoint=None):
                     next_value = std * agent.get_value(next_obs, last_state, next_done)[0]
                     # Anew in each epoch: with the rollout's values Hopper's return is halved.
                     bootstrapped = rewards.clone()
-                    for t, cut, *inputs in time_limits:
-                        value, _ = agent.get_value(*inputs, torch.zeros(len(cut), device=device))
+                    for t, cut, final_obs, state in time_limits:
+                        if epoch > 0 and agent.num_states:  # as for last_state
+                            past = obs[: t + 1, cut].flatten(0, 1), dones[: t + 1, cut].flatten()
+                            _, state = agent.get_value(past[0], rnn_states[0][:, cut], past[1])
+                        begins = torch.zeros(len(cut), device=device)
+                        value, _ = agent.get_value(final_obs, state, begins)
                         bootstrapped[t, cut] += args.gamma * std * value
                 values = std * values.reshape(T, N)
                 advantages = compute_gae(
@@ -738,6 +743,8 @@ def compile_functions(args, device, *functions):
 
 
 def check_ranges(args):
+    if args.evaluate is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("one process evaluates: start it with python, not torchrun")
     for field in fields(args):
         value = getattr(args, field.name)
         low, high = RANGES.get(field.name, (1 if field.type is int else 0, 10**12))
@@ -756,7 +763,9 @@ def read_live(args, optimizer, log, global_step):
     if path := next(filter(Path.exists, paths), None):
         try:
             given = json.loads(path.replace(paths[1]).read_text())
-            given = {x: LIVE_FLAGS[x](value) for x, value in given.items() if x in LIVE_FLAGS}
+            given = {x: value for x, value in given.items() if x in LIVE_FLAGS}
+            if wrong := {x for x, y in given.items() if type(y) not in (int, LIVE_FLAGS[x])}:
+                raise TypeError(f"{wrong} of another type")
             check_ranges(replace(args, **given))
             changes = [given]
         except (OSError, AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -843,7 +852,7 @@ class RunLog:
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()
-        print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
+        print("evaluate again:", shlex.join(["python", sys.argv[0], "--evaluate", args.run_dir]))
         return summary
 
 

@@ -21,6 +21,7 @@ import inspect
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -88,7 +89,7 @@ class Args:
     recompute_adv: bool = True  # advantages anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 16  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 10  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
     clip_vloss: bool = False  # clip the change of the value to clip_coef [D9]
@@ -614,7 +615,9 @@ def train(args, checkpoint=None):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
         clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
-        if agent.continuous and not args.learn_std:  # explore first, then act with little noise
+        if agent.continuous and args.learn_std:
+            agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
+        elif agent.continuous:  # explore first, then act with little noise
             agent.log_std.fill_(args.log_std_init - args.log_std_drop * max(0, 1 - 2 * remaining))
 
         # After a checkpoint all episodes begin anew, so that a resumed run needs only its seed.
@@ -631,7 +634,7 @@ def train(args, checkpoint=None):
         actions = torch.zeros(T, N, len(agent.choices), device=device)
         logprobs, rewards, dones, values = torch.zeros(4, T, N, device=device)
         rnn_states = torch.zeros(T, *rnn_state.shape, device=device)
-        episodes, time_limits = [], []
+        episodes, time_limits, last_obs = [], [], []
         for t in range(T):
             obs[t], dones[t], masks[t], rnn_states[t] = next_obs, next_done, next_mask, rnn_state
             with torch.no_grad():
@@ -655,6 +658,7 @@ def train(args, checkpoint=None):
                 time_limits.append((t, cut, final_obs, rnn_state[:, cut]))
             for n in np.flatnonzero(infos.get("_episode", [])):
                 episodes.append([infos["episode"][key][n].item() for key in ("r", "l")])
+                last_obs.append(infos["final_obs"][n])
 
         # Update
         losses, last_state = [], rnn_state
@@ -670,8 +674,12 @@ def train(args, checkpoint=None):
                     next_value = std * agent.get_value(next_obs, last_state, next_done)[0]
                     # Anew in each epoch: with the rollout's values Hopper's return is halved.
                     bootstrapped = rewards.clone()
-                    for t, cut, *inputs in time_limits:
-                        value, _ = agent.get_value(*inputs, torch.zeros(len(cut), device=device))
+                    for t, cut, final_obs, state in time_limits:
+                        if epoch > 0 and agent.num_states:  # as for last_state
+                            past = obs[: t + 1, cut].flatten(0, 1), dones[: t + 1, cut].flatten()
+                            _, state = agent.get_value(past[0], rnn_states[0][:, cut], past[1])
+                        begins = torch.zeros(len(cut), device=device)
+                        value, _ = agent.get_value(final_obs, state, begins)
                         bootstrapped[t, cut] += args.gamma * std * value
                 values = std * values.reshape(T, N)
                 advantages = compute_gae(
@@ -719,7 +727,9 @@ def train(args, checkpoint=None):
             name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
             for name in losses[0]
         }
-        for name, x in {"observations": obs, "rewards": rewards, **means}.items():
+        ends = np.array(last_obs)
+        numbers = {"observations": obs, "last observations": ends, "rewards": rewards, **means}
+        for name, x in numbers.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:
@@ -832,6 +842,8 @@ def compile_functions(args, device, *functions):
 
 
 def check_ranges(args):
+    if args.evaluate is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("one process evaluates: start it with python, not torchrun")
     for field in fields(args):
         value = getattr(args, field.name)
         low, high = RANGES.get(field.name, (1 if field.type is int else 0, 10**12))
@@ -850,7 +862,9 @@ def read_live(args, optimizer, log, global_step):
     if path := next(filter(Path.exists, paths), None):
         try:
             given = json.loads(path.replace(paths[1]).read_text())
-            given = {x: LIVE_FLAGS[x](value) for x, value in given.items() if x in LIVE_FLAGS}
+            given = {x: value for x, value in given.items() if x in LIVE_FLAGS}
+            if wrong := {x for x, y in given.items() if type(y) not in (int, LIVE_FLAGS[x])}:
+                raise TypeError(f"{wrong} of another type")
             check_ranges(replace(args, **given))
             changes = [given]
         except (OSError, AttributeError, TypeError, ValueError, OverflowError) as error:
@@ -937,7 +951,7 @@ class RunLog:
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()
-        print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
+        print("evaluate again:", shlex.join(["python", sys.argv[0], "--evaluate", args.run_dir]))
         return summary
 
 

@@ -30,6 +30,7 @@ import inspect
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,7 @@ class Args:
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: returns of whole trials (no GAE) [D5]
     num_minibatches: int = 4  # per epoch, of whole trials [D6, D35]
     update_epochs: int = 1  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     clip_vloss: bool = False  # clip the change of the value to clip_coef [D9]
     ent_coef: float = 0.05  # entropy bonus [D10]
@@ -559,6 +560,8 @@ def train(args, checkpoint=None):
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
         ent_coef = args.ent_coef * (remaining if args.anneal_ent else 1)
+        if agent.continuous:
+            agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
 
         # Rollout: a trial in each of N new tasks, whose seed is all that a resumed run needs
         next_obs, infos = reset(envs, args.seed, RANK, iteration)
@@ -570,6 +573,7 @@ def train(args, checkpoint=None):
         actions = torch.zeros(T, N, *agent.action_shape, device=device)
         logprobs, rewards, learned, dones = torch.zeros(4, T, N, device=device)
         action, reward, done = 0 * actions[0], 0 * rewards[0], 1 + dones[0]  # before a trial
+        last_obs = []
         rnn_state = None  # zero; no episode's end resets it, unlike [D34]: that is RL^2
         for t in range(T):
             obs[t], inputs[t] = next_obs, agent.encode(next_obs, action, reward, done)
@@ -581,6 +585,7 @@ def train(args, checkpoint=None):
             next_obs = torch.as_tensor(next_obs, device=device)
             reward, done = tensor(reward), tensor(terminated | truncated)
             actions[t], rewards[t], dones[t] = action, reward, done
+            last_obs += [x for x in infos.get("final_obs", []) if x is not None]
             # Regrets sum to the best expected return minus that of the actions: less noise.
             regret = args.privileged and "regret" in infos
             learned[t] = -tensor(infos["regret"]) if regret else reward
@@ -635,7 +640,9 @@ def train(args, checkpoint=None):
             name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
             for name in losses[0]
         }
-        for name, x in {"observations": obs, "rewards": rewards, **means}.items():
+        ends = np.array(last_obs)
+        numbers = {"observations": obs, "last observations": ends, "rewards": rewards, **means}
+        for name, x in numbers.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:
@@ -850,6 +857,8 @@ def restore(saved, checkpoint):
 
 
 def check_ranges(args):
+    if args.evaluate is not None and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError("one process evaluates: start it with python, not torchrun")
     for field in fields(args):
         value = getattr(args, field.name)
         low, high = RANGES.get(field.name, (1 if field.type is int else 0, 10**12))
@@ -933,7 +942,7 @@ class RunLog:
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         self.writer.add_scalar("eval/episodic_return", summary["eval_mean"], step)
         self.writer.close()
-        print(f"evaluate again: python {sys.argv[0]} --evaluate '{self.run_dir}'")
+        print("evaluate again:", shlex.join(["python", sys.argv[0], "--evaluate", args.run_dir]))
         return summary
 
 

@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import shlex
 import signal
 from dataclasses import asdict, fields, replace
 from itertools import product
@@ -256,6 +257,19 @@ def test_a_spoiled_checkpoint_is_refused(spoil, finished, run_dir, refused):
         )
 
 
+def test_one_process_evaluates(finished, run_dir, refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = "one process evaluates: start it with python, not torchrun"
+    assert words in refused(finished.script, "--evaluate run")
+
+
+def test_the_last_line_is_a_command_of_the_shell(main):
+    """Also where the folder has an apostrophe."""
+    out, _ = main("ppo_continuous", f"""{SHORT["ppo_continuous"]} --run-dir "it's mine" """)
+    command = shlex.split(out.splitlines()[-1].removeprefix("evaluate again: "))
+    assert command == ["python", "ppo_continuous.py", "--evaluate", "it's mine"]
+
+
 def test_what_a_run_cannot_change(finished, run_dir, refused):
     script = finished.script
     env_id = {"ppo_atari": "Pong", "rl2_meta": "TabularMDP"}.get(script, "Acrobot-v1")
@@ -359,6 +373,7 @@ def test_progress_without_a_terminal(script, main):
     "content",
     [
         '{"vf_coef": "high"}', "[1, 2]", "\xff", '{"learning_rate": NaN}', '{"update_epochs": 0}',
+        '{"vf_coef": true}', '{"update_epochs": 1.5}', '{"vf_coef": "0.7"}',
         '{"clip_coef": -1}', '{"ent_coef": null}', '{"vf_coef": 1' + "0" * 400 + "}",
     ],
 )  # fmt: skip

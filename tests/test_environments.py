@@ -1,13 +1,15 @@
 """Other people's environments: their faults, their habits, what the scripts make of them."""
 
+import json
 import random
 import shutil
+import struct
 
 import gymnasium as gym
 import numpy as np
 import probes
 import pytest
-from conftest import SHORT, load
+from conftest import ROOT, SHORT, load, read_events, run_python
 from gymnasium.spaces import Box, Dict, Discrete, Space
 
 RL2 = """--task-sampler test_environments:no_task --total-timesteps 160 --num-trials 4
@@ -200,3 +202,56 @@ def test_a_mask_that_allows_nothing_stops_the_run(start):
     env_class = type("Stuck", (probes.Masked,), {"info": lambda self: nothing})
     _, err = start("ppo_continuous", env_class, status=2)
     assert "action_mask [0 0 0 0] allows no action" in err
+
+
+@scripts
+@pytest.mark.parametrize("end", ["terminated", "truncated"])
+def test_nan_in_the_last_observation_of_an_episode_stops_the_run(script, end, start):
+    class Last(probes.Probe):
+        length = 3
+
+        def observe(self):
+            return np.full(1, np.nan if self.t == 3 else 0, np.float32)
+
+        def step(self, action):
+            obs, reward, done, _, info = super().step(action)
+            return obs, reward, done and end == "terminated", done and end == "truncated", info
+
+    _, err = start(script, Last, status=1)
+    assert "observations not finite in iteration 1" in err
+
+
+# --------------------------------------------------------------------------- the real wandb package
+
+
+def wandb_rows(path):
+    """Rows of a file of Weights & Biases: protocol buffers in blocks of 32 KiB."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, position, record, rows = path.read_bytes(), 7, b"", []
+    while position + 7 <= len(data):
+        _, size, kind = struct.unpack_from("<IHB", data, position)
+        left = 32768 - position % 32768
+        if left < 7 or kind == 0:  # padding
+            position += left
+            continue
+        record += data[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            message, record = Record.FromString(record), b""
+            if message.HasField("history"):
+                items = message.history.item
+                rows.append({x.key or x.nested_key[0]: json.loads(x.value_json) for x in items})
+    return rows
+
+
+@scripts
+def test_weights_and_biases_gets_every_event_once(script, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    flags = f"{SHORT[script]} --run-dir run --track"
+    run_python(f"{ROOT / script}.py {flags}", tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    rows = wandb_rows(path)
+    for tag, values in read_events(tmp_path / "run").items():
+        assert [x["global_step"] for x in rows if tag in x] == list(values), tag

@@ -428,8 +428,6 @@ def test_time_limit_adds_the_value_of_its_own_observation_and_memory(rnn, ends, 
     checked = []
 
     def on_gae(seen, rewards, values, dones, next_value, next_done, *_):
-        if checked:
-            return  # only the first has the rollout's critic
         agent = seen.agent
         value, _ = agent.get_value(line, torch.zeros(agent.num_states, 1, 16), torch.zeros(4))
         added = 0.9 * value[3].item() if ends == "time limit" else 0
@@ -444,7 +442,15 @@ def test_time_limit_adds_the_value_of_its_own_observation_and_memory(rnn, ends, 
     flags |= {"truncation_bootstrap": ends != "bootstrap off", "gamma": 0.9, "rnn": rnn}
     flags |= {"env_kwargs": '{"truncate": false}' if ends == "terminal" else "{}"}
     run(tmp_path / "run", env_id="Line-v0", on_gae=on_gae, total_timesteps=20, **flags)
-    assert abs(checked[0]) > 1e-3
+    assert abs(checked[0]) > 1e-3 and len(set(checked)) == 2  # in each epoch, with its weights
+
+
+def test_a_std_beyond_its_bounds_comes_back(tmp_path, monkeypatch):
+    """Where the clamp has no gradient."""
+    monkeypatch.setitem(ppo.RANGES, "log_std_init", (-5, 9))
+    flags = {"learn_std": True, "log_std_init": 9.0, "total_timesteps": 128}
+    log_std = run(tmp_path / "run", **flags).agent.log_std
+    assert 1.9 < log_std.item() < 2.1 and log_std.item() != 2
 
 
 @pytest.mark.parametrize("clip_reward", [1.0, 0.0])
@@ -453,7 +459,7 @@ def test_norm_reward_divides_by_the_std_of_the_discounted_return(clip_reward, tm
     flags = {"norm_reward": True, "clip_reward": clip_reward, "gamma": 0.9, "recompute_adv": False}
     with patch.object(Drift, "rewards", []):
         seen = run(tmp_path / "run", truncation_bootstrap=False, total_timesteps=64, **flags)
-        raw = np.array(Drift.rewards).reshape(16, 4)
+        raw = np.array(Drift.rewards[4:]).reshape(16, 4)  # the first are those of check_env
     rewards, _, dones, _, next_done, *_ = seen.gae[0]
     ends = torch.cat([dones[1:], next_done[None]]).numpy()
     discounted, returns, expected = np.zeros(4), [], []

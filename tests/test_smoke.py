@@ -84,7 +84,7 @@ def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
     before = {path: path.read_bytes() for path in run_dir.iterdir()}
     for path in ("run", "run/checkpoint.pt"):
         out, _ = main(finished.script, f"--evaluate {path}")
-        again = f"evaluate again: python {finished.script}.py --evaluate 'run'\n"
+        again = f"evaluate again: python {finished.script}.py --evaluate run\n"
         assert out and finished.out.endswith(out + again)
     assert {path: path.read_bytes() for path in run_dir.iterdir()} == before
 
