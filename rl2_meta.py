@@ -26,7 +26,6 @@ Tags: [D1] to [D37], [X1] to [X4]: Huang et al. 2022, "The 37 Implementation Det
 
 import contextlib
 import importlib.util
-import inspect
 import json
 import os
 import random
@@ -640,9 +639,8 @@ def train(args, checkpoint=None):
             name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
             for name in losses[0]
         }
-        ends = np.array(last_obs)
-        numbers = {"observations": obs, "last observations": ends, "rewards": rewards, **means}
-        for name, x in numbers.items():
+        seen = {"observations": obs, "last observations": np.array(last_obs), "rewards": rewards}
+        for name, x in (seen | means).items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:
@@ -740,10 +738,6 @@ def check_env(env):
             raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
         return returned
 
-    try:
-        inspect.signature(env.reset).bind(seed=0, options=None)
-    except TypeError as error:
-        raise UsageError(f"{env}: reset(seed=0, options=None): {error}") from error
     obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
     if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
         return  # what is sampled may be forbidden

@@ -134,7 +134,6 @@ SLOPPY = [
     returning("step", lambda obs, reward, end, cut, info: (obs, [reward] * 2, end, cut, info)),
     returning("step", lambda obs, reward, end, cut, info: (obs[None], reward, end, cut, info)),
     returning("step", lambda obs, reward, end, cut, info: (obs, reward, end, cut, None)),
-    type("Sloppy", (Theirs,), {"reset": lambda self: np.zeros(1)}),
 ]
 
 
@@ -142,7 +141,7 @@ SLOPPY = [
 @pytest.mark.parametrize("env_class", SLOPPY)
 def test_what_is_not_returned_as_it_should_is_one_sentence(script, env_class, start, tmp_path):
     _, err = start(script, env_class, status=2)
-    assert err.startswith("error: <Sloppy") and ("Box(" in err or "'seed'" in err)
+    assert err.startswith("error: <Sloppy") and "Box(" in err
     assert err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
