@@ -170,49 +170,6 @@ class DropInfos(gym.Wrapper):
         return obs, reward, terminated, truncated, {}
 
 
-def gym_make(env_id, kwargs):
-    """gym.make, for which a wrong id or argument is a UsageError."""
-    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
-    try:
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
-            raise  # a fault in the environment's own code
-        raise UsageError(f"{env_id}: {error}") from error
-
-
-def check_env(env):
-    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
-    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
-        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
-
-    def check(method, returned, expected):
-        shape = env.observation_space.shape  # None: of a Dict
-        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
-        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
-        if not right or shape not in (None, np.shape(returned[0])):
-            expected = f"({expected}) with obs in {env.observation_space}"
-            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
-        return returned
-
-    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
-    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
-        return  # what is sampled may be forbidden
-    env.action_space.seed(0)
-    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
-
-
-def flatten(env):
-    """Vectors as observations."""
-    space = env.observation_space
-    if not isinstance(space, Box) or len(space.shape) != 1:
-        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
-            env = gym.wrappers.FlattenObservation(env)
-    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
-        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
-    return env
-
-
 def make_env(args, video_dir=None):
     """One environment, of vectors or for a CNN of images, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
@@ -705,6 +662,49 @@ def evaluate(agent, global_step=0):
         summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
         print(f"  return {x.mean():.6g} +- {x.std():.6g}, from {x.min():.6g} to {x.max():.6g}")
     return summary
+
+
+def gym_make(env_id, kwargs):
+    """gym.make, for which a wrong id or argument is a UsageError."""
+    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    try:
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
+            raise  # a fault in the environment's own code
+        raise UsageError(f"{env_id}: {error}") from error
+
+
+def check_env(env):
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
+
+    def check(method, returned, expected):
+        shape = env.observation_space.shape  # None: of a Dict
+        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
+        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
+        if not right or shape not in (None, np.shape(returned[0])):
+            expected = f"({expected}) with obs in {env.observation_space}"
+            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
+        return returned
+
+    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
+    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
+        return  # what is sampled may be forbidden
+    env.action_space.seed(0)
+    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
+
+
+def flatten(env):
+    """Vectors as observations."""
+    space = env.observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
+        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
+    return env
 
 
 def load_checkpoint(path):

@@ -197,49 +197,6 @@ class KeepInfos(gym.Wrapper):
         return obs, reward, terminated, truncated, self.keep(obs, info)
 
 
-def gym_make(env_id, kwargs):
-    """gym.make, for which a wrong id or argument is a UsageError."""
-    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
-    try:
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
-            raise  # a fault in the environment's own code
-        raise UsageError(f"{env_id}: {error}") from error
-
-
-def check_env(env):
-    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
-    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
-        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
-
-    def check(method, returned, expected):
-        shape = env.observation_space.shape  # None: of a Dict
-        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
-        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
-        if not right or shape not in (None, np.shape(returned[0])):
-            expected = f"({expected}) with obs in {env.observation_space}"
-            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
-        return returned
-
-    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
-    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
-        return  # what is sampled may be forbidden
-    env.action_space.seed(0)
-    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
-
-
-def flatten(env):
-    """Vectors as observations."""
-    space = env.observation_space
-    if not isinstance(space, Box) or len(space.shape) != 1:
-        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
-            env = gym.wrappers.FlattenObservation(env)
-    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
-        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
-    return env
-
-
 def make_env(args, video_dir=None):
     """One environment with a flat observation, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
@@ -261,44 +218,6 @@ def make_envs(args, num_envs, video_dir=None):
         autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,
     )
     return RecordEpisodeStatistics(envs)
-
-
-class EnvPool(gym.vector.VectorEnv):
-    """The environments of EnvPool, stepped by C++ threads on all cores.
-
-    Its tasks of MuJoCo are Gymnasium's: with MuJoCo 3.6, which it brings along, bit for bit."""
-
-    def __init__(self, args):
-        self.args, self.num_envs, self.envs = args, args.num_envs, [make_env(args)]
-        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
-        self.single_observation_space = self.envs[0].observation_space
-        self.single_action_space = self.envs[0].action_space
-        self.reset(seed=range(self.num_envs))
-        if self.pool.observation_space.shape != self.single_observation_space.shape:
-            raise UsageError(f"{args.env_id} of EnvPool has other observations than Gymnasium's")
-
-    def reset(self, seed, options=None):
-        import envpool
-
-        args, ranks = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = args.env_threads or max(1, os.cpu_count() // ranks)
-        seeds = [x % 2**31 for x in seed]
-        kwargs = {"num_envs": self.num_envs, "num_threads": threads, "env_seed": seeds}
-        kwargs["max_episode_steps"] = time_limit(self) or 2**31 - 1
-        try:  # a new pool, as seeds are those that it was made with
-            kwargs |= json.loads(args.env_kwargs)
-            self.pool = envpool.make(args.env_id, "gymnasium", **kwargs)
-        except (AssertionError, TypeError) as error:
-            raise UsageError(f"EnvPool, {args.env_id} {args.env_kwargs}: {error}") from error
-        return self.pool.reset()[0], {}
-
-    def step(self, actions):
-        obs, reward, terminated, truncated, _ = self.pool.step(actions)
-        ended, infos = np.flatnonzero(terminated | truncated), {}
-        if len(ended):
-            infos, obs = {"final_obs": obs}, obs.copy()
-            obs[ended] = self.pool.reset(ended)[0]
-        return obs, reward, terminated, truncated, infos
 
 
 def time_limit(envs):
@@ -783,6 +702,87 @@ def evaluate(agent, global_step=0):
     random.setstate(states[0])
     np.random.set_state(states[1])
     return summary
+
+
+def gym_make(env_id, kwargs):
+    """gym.make, for which a wrong id or argument is a UsageError."""
+    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    try:
+        return gym.make(env_id, disable_env_checker=True, **kwargs)
+    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
+        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
+            raise  # a fault in the environment's own code
+        raise UsageError(f"{env_id}: {error}") from error
+
+
+def check_env(env):
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
+        env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
+
+    def check(method, returned, expected):
+        shape = env.observation_space.shape  # None: of a Dict
+        right = isinstance(returned, tuple) and len(returned) == len(expected.split())
+        right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
+        if not right or shape not in (None, np.shape(returned[0])):
+            expected = f"({expected}) with obs in {env.observation_space}"
+            raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
+        return returned
+
+    obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
+    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
+        return  # what is sampled may be forbidden
+    env.action_space.seed(0)
+    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
+
+
+def flatten(env):
+    """Vectors as observations."""
+    space = env.observation_space
+    if not isinstance(space, Box) or len(space.shape) != 1:
+        with contextlib.suppress(NotImplementedError):  # by a space that Gymnasium does not know
+            env = gym.wrappers.FlattenObservation(env)
+    if not isinstance(env.observation_space, Box) or env.observation_space.shape == (0,):
+        raise UsageError(f"observations {space} are no vector: drop parts of it with a wrapper")
+    return env
+
+
+class EnvPool(gym.vector.VectorEnv):
+    """The environments of EnvPool, stepped by C++ threads on all cores.
+
+    Its tasks of MuJoCo are Gymnasium's: with MuJoCo 3.6, which it brings along, bit for bit."""
+
+    def __init__(self, args):
+        self.args, self.num_envs, self.envs = args, args.num_envs, [make_env(args)]
+        self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
+        self.single_observation_space = self.envs[0].observation_space
+        self.single_action_space = self.envs[0].action_space
+        self.reset(seed=range(self.num_envs))
+        if self.pool.observation_space.shape != self.single_observation_space.shape:
+            raise UsageError(f"{args.env_id} of EnvPool has other observations than Gymnasium's")
+
+    def reset(self, seed, options=None):
+        import envpool
+
+        args, ranks = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = args.env_threads or max(1, os.cpu_count() // ranks)
+        seeds = [x % 2**31 for x in seed]
+        kwargs = {"num_envs": self.num_envs, "num_threads": threads, "env_seed": seeds}
+        kwargs["max_episode_steps"] = time_limit(self) or 2**31 - 1
+        try:  # a new pool, as seeds are those that it was made with
+            kwargs |= json.loads(args.env_kwargs)
+            self.pool = envpool.make(args.env_id, "gymnasium", **kwargs)
+        except (AssertionError, TypeError) as error:
+            raise UsageError(f"EnvPool, {args.env_id} {args.env_kwargs}: {error}") from error
+        return self.pool.reset()[0], {}
+
+    def step(self, actions):
+        obs, reward, terminated, truncated, _ = self.pool.step(actions)
+        ended, infos = np.flatnonzero(terminated | truncated), {}
+        if len(ended):
+            infos, obs = {"final_obs": obs}, obs.copy()
+            obs[ended] = self.pool.reset(ended)[0]
+        return obs, reward, terminated, truncated, infos
 
 
 def load_checkpoint(path):
