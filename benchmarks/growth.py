@@ -1,11 +1,11 @@
 """What a step of PPO on vectors costs as the number of environments grows, and where the time goes.
 
     python benchmarks/growth.py --csv benchmarks/results/growth.csv
-    python benchmarks/growth.py --env-ids Humanoid-v5 --num-envs 16 64 --env-threads 1 2
+    python benchmarks/growth.py --env-ids Humanoid-v5 --num-envs 16 64 --env-threads 1 0
 
 Each row is a training of some iterations on an otherwise idle machine, in its own process, with
 a rollout of at least 1,024 steps: steps/s and milliseconds of the median iteration, divided into
-simulation, acting, optimizer steps and the rest. `env_threads` 0 is Gymnasium, without EnvPool.
+simulation, acting, optimizer steps and the rest. `env_threads` -1 is Gymnasium, without EnvPool.
 """
 
 import json
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Args:
     env_ids: tuple[str, ...] = ("HalfCheetah-v5", "Humanoid-v5")  # tasks
     num_envs: tuple[int, ...] = (1, 4, 16, 64, 256)  # environments
-    env_threads: tuple[int, ...] = (0, 1, 2)  # of EnvPool; 0: without it
+    env_threads: tuple[int, ...] = (-1, 0)  # of EnvPool; 0: all cores, -1: without it
     device: str = "cpu"  # of the networks
     iterations: int = 8  # of a training; the first three are not counted
     csv: Path | None = None  # table to write
@@ -81,7 +81,7 @@ def measure(env_id, num_envs, threads, args, folder):
     batch_size = num_envs * num_steps
     flags = {"env_id": env_id, "num_envs": num_envs, "num_steps": num_steps, "device": args.device}
     flags |= {"num_minibatches": batch_size // 64, "total_timesteps": args.iterations * batch_size}
-    flags |= {"envpool": threads > 0, "env_threads": threads, "run_dir": folder}
+    flags |= {"envpool": threads >= 0, "env_threads": max(0, threads), "run_dir": folder}
     flags |= {"checkpoint_every": 10**6, "target_kl": None}
     code = f"import sys; sys.path = {sys.path}; import growth; growth.train({flags})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -74,15 +74,16 @@ def test_seeds_decide_and_the_limit_is_the_registered_one():
 
 
 def test_threads_are_shared_out_among_processes(monkeypatch):
-    threads, make = [], envpool.make
-    monkeypatch.setattr(
-        envpool, "make", lambda *x, **kw: threads.append(kw["num_threads"]) or make(*x, **kw)
-    )
-    monkeypatch.setattr("os.cpu_count", lambda: 6)
-    for ranks, flag in ((1, 0), (3, 0), (8, 0), (3, 4)):
+    """Each has a core of its own, unless their number is given."""
+    pools, make = [], envpool.make
+    monkeypatch.setattr(envpool, "make", lambda *x, **kw: pools.append(kw) or make(*x, **kw))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for ranks, flag in ((1, 0), (2, 0), (3, 0), (2, 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_RANK", str(ranks - 1))
         make_pool("CartPole-v1", env_threads=flag)
-    assert threads == [6, 2, 1, 4]
+    assert [kw["num_threads"] for kw in pools] == [2, 1, 1, 4]
+    assert [kw.get("thread_affinity_offset") for kw in pools] == [0, 1, 2, None]
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v5"])
