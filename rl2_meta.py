@@ -439,7 +439,13 @@ class Agent(nn.Module):
         No RNN state is that at the beginning of a trial: zero [D33]."""
         features, rnn_state = self.actor_rnn(inputs[None], rnn_state)
         policy = self.policy(features[0], inputs)
-        action = policy.mode if greedy else policy.sample()
+        if greedy:
+            action = policy.mode
+        elif self.continuous:
+            action = policy.sample()
+        else:  # as sample(), which fails at what is not finite before it is named
+            logits = policy.logits
+            action = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
         return action, policy.log_prob(action), rnn_state
 
     def forward(self, inputs, hints, actions):

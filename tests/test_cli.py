@@ -283,7 +283,7 @@ def test_what_a_run_cannot_change(finished, run_dir, refused):
     ("script", "name"),
     [
         *product(SCRIPTS, ["policy_loss"]),
-        *product(["ppo_continuous", "muesli_cartpole"], ["observations", "rewards"]),
+        *product(["ppo_continuous", "muesli_cartpole", "rl2_meta"], ["observations", "rewards"]),
         ("ppo_atari", "rewards"),
     ],
 )
