@@ -706,13 +706,16 @@ def evaluate(agent, global_step=0):
 
 def gym_make(env_id, kwargs):
     """gym.make, for which a wrong id or argument is a UsageError."""
-    typed = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    # How Python names what was typed. Other errors are faults in the environment's own code.
+    wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:
         return gym.make(env_id, disable_env_checker=True, **kwargs)
-    except (gym.error.Error, ModuleNotFoundError, TypeError) as error:
-        if not isinstance(error, gym.error.Error) and not any(x in str(error) for x in typed):
-            raise  # a fault in the environment's own code
+    except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
+    except (ModuleNotFoundError, TypeError) as error:
+        if any(words in str(error) for words in wrong):
+            raise UsageError(f"{env_id}: {error}") from error
+        raise
 
 
 def check_env(env):
