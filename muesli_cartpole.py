@@ -67,6 +67,7 @@ class Args:
     total_timesteps: int = 50_000  # steps over all environments
     num_envs: int = 8  # environments stepped together
     train_frequency: int = 2  # steps per environment between two updates
+    norm_obs: bool = True  # normalize observations by their running mean and std
     eval_frequency: int = 2_500  # steps between evaluations while training; 0: none
     stop_return: float | None = None  # solved at it, twice in a row; default: Gymnasium's
     stop_early: bool = True  # end once solved; off: at total_timesteps
@@ -99,7 +100,7 @@ class Args:
     norm_adv_decay: float = 0.99  # decay of that running mean per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior (F.2)
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too (F.2)
-    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: small images, channels last
+    encoder: Literal["mlp", "cnn"] = "mlp"  # cnn: small images, channels last, not normalized
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
@@ -247,6 +248,31 @@ class Replay(nn.Module):
         return {name: x[row, env] for name, x in self.named_buffers() if name != "count"}
 
 
+class RunningMeanStd(nn.Module):
+    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.mean = nn.Buffer(torch.zeros(shape, dtype=torch.float64))
+        self.var = nn.Buffer(torch.ones(shape, dtype=torch.float64))
+        self.count = nn.Buffer(torch.zeros((), dtype=torch.float64))
+
+    @property
+    def std(self):
+        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
+        squares = self.var + 1e-8 * self.mean**2
+        return torch.where(squares > 0, squares, 1.0).sqrt()
+
+    def update(self, x):
+        """Add a batch (..., *shape) by the parallel formula of Chan et al. 1979."""
+        x = x.double().reshape(-1, *self.mean.shape)
+        self.count += len(x)
+        share, delta = len(x) / self.count, x.mean(0) - self.mean
+        self.mean += share * delta
+        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
+        self.var += share * (x.var(0, correction=0) + (1 - share) * delta**2)
+
+
 def signed_hyperbolic(x):
     """h(x) = sign(x) (sqrt(|x| + 1) - 1) + 0.001 x (Pohlen et al. 2018)."""
     return x.sign() * ((x.abs() + 1).sqrt() - 1) + 1e-3 * x
@@ -290,7 +316,7 @@ class Network(nn.Module):
 
     def represent(self, obs):
         """Latent states (..., H) of vectors (..., O), or of images."""
-        x = obs.float().flatten(0, -1 - self.obs_ndim)
+        x = obs.flatten(0, -1 - self.obs_ndim)
         if self.obs_ndim == 3:
             x = x.movedim(-1, 1)  # channels first
         return self.norm(self.encoder(x)).unflatten(0, obs.shape[: -self.obs_ndim])
@@ -317,7 +343,9 @@ class Agent(nn.Module):
         super().__init__()
         self.args, self.action_space = args, envs.single_action_space
         self.num_actions = int(self.action_space.n)
-        self.online = Network(envs.single_observation_space.shape, self.num_actions, args)
+        obs_shape = envs.single_observation_space.shape
+        self.obs_rms = RunningMeanStd(*obs_shape)
+        self.online = Network(obs_shape, self.num_actions, args)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         low, high = signed_hyperbolic(torch.tensor([args.value_min, args.value_max])).tolist()
         distance = (high - low) / (args.num_bins - 2)
@@ -325,6 +353,11 @@ class Agent(nn.Module):
         self.support = nn.Buffer(distance * atoms, persistent=False)  # (S,)
         # Running second moment of advantages, and what corrects its initial 0 (4.5)
         self.adv_sq, self.beta_product = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
+
+    def normalize(self, obs):
+        if self.args.norm_obs and self.args.encoder == "mlp":
+            obs = ((obs.double() - self.obs_rms.mean) / self.obs_rms.std).clamp(-10, 10)
+        return obs.float()
 
     def scalar(self, logits):
         """Mean (...) of a value or reward head (..., S), in units of returns (4.5)."""
@@ -336,7 +369,8 @@ class Agent(nn.Module):
 
     def get_action(self, obs, greedy=False):
         """Actions (N,) of the target network, and the policy (N, A) they are drawn from."""
-        policy = self.target.policy(self.target.represent(obs)).softmax(-1)
+        state = self.target.represent(self.normalize(obs))
+        policy = self.target.policy(state).softmax(-1)
         uniform = self.args.prior_uniform
         policy = (1 - uniform) * policy + uniform / self.num_actions  # (F.2)
         action = policy.argmax(-1) if greedy else policy.multinomial(1).squeeze(-1)
@@ -381,7 +415,7 @@ def make_targets(agent, batch):
     pi_cmpo, pi_prior (W, B, A); Retrace returns and normalized advantages adv_hat (W - 1, B) of
     the actions taken. Updates the running second moment of advantages."""
     args, target, action = agent.args, agent.target, batch["actions"].unsqueeze(-1)
-    state = target.represent(batch["obs"])  # (W, B, H)
+    state = target.represent(agent.normalize(batch["obs"]))  # (W, B, H)
     v_hat = agent.scalar(target.value(state))  # (W, B)
     pi_prior = (  # (F.2)
         (1 - args.prior_behavior - args.prior_uniform) * target.policy(state).softmax(-1)
@@ -432,7 +466,8 @@ def muesli_loss(agent, batch, targets):
         return nn.functional.kl_div(logprobs, target, reduction="none").sum(-1)
 
     actions = unroll(batch["actions"])[:-1]  # (K, L, B)
-    logits, value_logits, reward_logits = agent.online(batch["obs"][:L], actions)
+    obs = agent.normalize(batch["obs"][:L])
+    logits, value_logits, reward_logits = agent.online(obs, actions)
     logprobs = logits.log_softmax(-1)  # (K + 1, L, B, A)
 
     # An episode that ends two steps after its root (here K = 4):
@@ -558,6 +593,7 @@ def train(args, checkpoint=None):
                 last=last,
                 terminal=terminal,
             )
+            agent.obs_rms.update(obs)
             global_step += N - last.sum().item()  # a reset is no step
             last, terminal = terminated | truncated, terminated
             for n in np.flatnonzero(last):

@@ -312,11 +312,13 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        return (self.var + 1e-8).sqrt()
+        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
+        squares = self.var + 1e-8 * self.mean**2
+        return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
     def scale(self):
-        """As std, for any unit: the floor is a hundredth of the mean, or 1 where all is zero."""
+        """As std, but the floor is a hundredth of the mean, which is not subtracted."""
         squares = self.var + 1e-4 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt().float()
 

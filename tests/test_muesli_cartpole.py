@@ -342,6 +342,20 @@ def test_actions_are_drawn_from_the_target_network():
     assert (agent.get_action(obs, greedy=True)[0] == expected.argmax()).all()
 
 
+@pytest.mark.parametrize(("scale", "shift"), [(1e-6, 0), (1e6, 0), (1e-3, 1), (1, 1e4)])
+def test_units_of_observations_do_not_matter(scale, shift):
+    agent, other = (small_agent(small_args()) for _ in range(2))
+    obs = torch.randn(5, 8, 4).double()
+    agent.obs_rms.update(obs)
+    other.obs_rms.update(scale * obs + shift)
+    policy = agent.get_action(obs[0])[1]
+    torch.testing.assert_close(
+        other.get_action(scale * obs[0] + shift)[1], policy, atol=0.2, rtol=0
+    )
+    raw = small_agent(small_args(norm_obs=False))
+    assert (raw.get_action(scale * obs[0] + shift)[1] - policy).abs().max() > 0.03
+
+
 def test_images_are_convolved_channels_last():
     """Whatever the batch's shape; each state depends on its own image alone."""
     obs, network = (
@@ -432,7 +446,8 @@ def test_learns_values_and_a_model(tmp_path):
     actions = torch.zeros(2, 3, 5, dtype=torch.long)
     actions[1] = last_step
     with torch.no_grad():
-        (_, value, wrong), (_, _, right) = (agent.target(torch.eye(5), x) for x in actions)
+        obs = agent.normalize(torch.eye(5))
+        (_, value, wrong), (_, _, right) = (agent.target(obs, x) for x in actions)
     torch.testing.assert_close(agent.scalar(right), last_step, atol=0.2, rtol=0)
     assert agent.scalar(wrong).abs().max() < 0.5
     expected = 0.95 * 0.5 ** torch.arange(4.0, -1, -1)

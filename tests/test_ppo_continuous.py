@@ -16,6 +16,7 @@ from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch import nn
 from torch.distributions import Categorical, Normal
 
+import muesli_cartpole as muesli
 import ppo_continuous as ppo
 
 
@@ -141,28 +142,41 @@ def test_gae_matches_double_sum(gamma, lam):
         torch.testing.assert_close(ppo.compute_gae(*rollout, gamma, lam), expected)
 
 
+@pytest.mark.parametrize("script", [ppo, muesli], ids=["ppo", "muesli"])
 @pytest.mark.parametrize("offset", [0.0, 1e6])
-def test_running_mean_std_is_that_of_all_data(offset):
+def test_running_mean_std_is_that_of_all_data(script, offset):
     """Also after a module is moved, which leaves it in float64."""
-    rng, rms = np.random.default_rng(0), ppo.RunningMeanStd(3)
+    rng, rms = np.random.default_rng(0), script.RunningMeanStd(3)
     batches = [offset + rng.normal(i, 1 + i, (n, 2, 3)) for i, n in enumerate((1, 50, 7, 300))]
     for batch in batches:
         rms.update(torch.from_numpy(batch))
     data = np.concatenate(batches).reshape(-1, 3)
     np.testing.assert_allclose(rms.mean, data.mean(0), rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(rms.var, data.var(0), rtol=1e-8)
-    np.testing.assert_allclose(rms.std, np.sqrt(data.var(0) + 1e-8), rtol=1e-8)
+    floor = 1e-4 * data.mean(0)
+    np.testing.assert_allclose(rms.std, np.sqrt(data.var(0) + floor**2), rtol=1e-8)
     assert rms.count == len(data)
+
+
+@pytest.mark.parametrize("script", [ppo, muesli], ids=["ppo", "muesli"])
+def test_constants_are_not_blown_up(script):
+    """Rounding errors of a constant are no noise, and zeros stay zero."""
+    rms, data = script.RunningMeanStd(2), torch.tensor([0.1, 0.0]).repeat(1000, 1)
+    data[::2] += torch.tensor([1e-8, 0.0])
+    rms.update(data[:333])
+    rms.update(data[333:])
+    assert ((data - rms.mean) / rms.std).abs().max() < 1e-2 and rms.std[1] == 1
 
 
 @pytest.mark.parametrize("unit", [1e-8, 1e8])
 def test_running_scale_has_the_unit_of_the_data(unit):
     one, other, data = ppo.RunningMeanStd(), ppo.RunningMeanStd(), torch.randn(99).double() + 1
-    assert one.scale == 1
+    assert one.scale == one.std == 1
     for x in data.split(33):
         one.update(x)
         other.update(unit * x)
     assert other.scale.item() == pytest.approx(unit * one.scale.item(), rel=1e-5)
+    assert other.std.item() == pytest.approx(unit * one.std.item())
     zeros = ppo.RunningMeanStd()
     zeros.update(torch.zeros(5))
     assert zeros.scale == 1
