@@ -528,6 +528,8 @@ def train(args, checkpoint=None):
     exact = (time_limit(envs) or np.inf) <= checkpoint_every * T  # an episode fits between two
     log = RunLog(args, device, progress, exact) if RANK == 0 else None
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
+    if args.norm_obs and first_iteration == 1:
+        first_iteration = 0  # a rollout for the first statistics of observations
 
     for iteration in range(first_iteration, num_iterations + 1):
         read_live(args, optimizer, log, progress["global_step"])
@@ -580,6 +582,10 @@ def train(args, checkpoint=None):
             for n in np.flatnonzero(infos.get("_episode", [])):
                 episodes.append([infos["episode"][key][n].item() for key in ("r", "l")])
                 last_obs.append(infos["final_obs"][n])
+
+        if iteration == 0:
+            agent.obs_rms.update(obs)
+            continue
 
         # Update
         losses, last_state = [], rnn_state

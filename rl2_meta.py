@@ -684,8 +684,10 @@ class Task(gym.Wrapper):
         self.metadata = env.metadata | {"hint_size": 0 if args.task_sampler else 1}
         if args.task_sampler:
             module, _, name = args.task_sampler.partition(":")
-            found = module and importlib.util.find_spec(module) and importlib.import_module(module)
-            self.sampler = getattr(found, name, None)
+            found = None
+            with contextlib.suppress(ModuleNotFoundError, ValueError):  # but not inside the module
+                found = importlib.util.find_spec(module)
+            self.sampler = getattr(found and importlib.import_module(module), name, None)
             if self.sampler is None:
                 raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")
             self.sampler(env.unwrapped, np.random.default_rng(0))

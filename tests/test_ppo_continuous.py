@@ -471,6 +471,7 @@ def test_a_std_beyond_its_bounds_comes_back(tmp_path, monkeypatch):
 def test_norm_reward_divides_by_the_std_of_the_discounted_return(clip_reward, tmp_path):
     """That of all returns so far, the step's own included."""
     flags = {"norm_reward": True, "clip_reward": clip_reward, "gamma": 0.9, "recompute_adv": False}
+    flags["norm_obs"] = False
     with patch.object(Drift, "rewards", []):
         seen = run(tmp_path / "run", truncation_bootstrap=False, total_timesteps=64, **flags)
         raw = np.array(Drift.rewards[4:]).reshape(16, 4)  # the first are those of check_env
@@ -488,14 +489,24 @@ def test_norm_reward_divides_by_the_std_of_the_discounted_return(clip_reward, tm
 
 
 def test_norm_obs_uses_all_earlier_rollouts(tmp_path):
-    seen = run(tmp_path / "run", clip_obs=1.5)
-    first, second = (seen.updates[i].args[2]["obs"].flatten(0, 1) for i in (0, 8))
-    data = torch.cat([first, second]).double()
-    rms = seen.agent.obs_rms
-    assert rms.count == len(data) == 128
-    std = (data.var(0, correction=0) + 1e-8).sqrt()
-    expected = ((data - data.mean(0)) / std).clamp(-1.5, 1.5).float()
-    torch.testing.assert_close(seen.agent.normalize(data.float()), expected)
+    """The first one only begins the statistics: no action is drawn or learned without them."""
+    update, rollouts = ppo.RunningMeanStd.update, []
+
+    def watched(rms, x):
+        update(rms, x)
+        if x.dim() == 3:  # observations
+            rollouts.append(x.flatten(0, 1).double())
+            assert rms.count == 64 * len(rollouts)
+
+    with patch.object(ppo.RunningMeanStd, "update", watched):
+        seen = run(tmp_path / "run", clip_obs=1.5)
+    for i, update in enumerate(seen.updates[::8]):
+        assert torch.equal(update.args[2]["obs"].flatten(0, 1).double(), rollouts[i + 1])
+    data = torch.cat(rollouts)
+    assert len(rollouts) == 3
+    expected = (data - data.mean(0)) / data.std(0, correction=0)
+    normalized = seen.agent.normalize(data.float())
+    torch.testing.assert_close(normalized, expected.clamp(-1.5, 1.5).float())
 
 
 @pytest.mark.parametrize("flags", [{}, {"norm_reward": True, "norm_value": False}], ids=str)

@@ -205,6 +205,7 @@ class Agent(nn.Module):
     "            policy = SquashedNormal(output, ",
     env_id="Pendulum-v1",
     log_std_init=0.0,
+    norm_obs=False,
 )
 def squashed_gaussian(run):
     batch = run.updates[0].batch
@@ -246,6 +247,7 @@ gym.register("Counted-v0", Counted, max_episode_steps=60)
     "            log.write(",
     '            means["count"] = np.mean(counts)\n            log.write(',
     env_id="Counted-v0",
+    norm_obs=False,
 )
 def metric_of_infos(run):
     """Without a time limit that fits, a resume begins new episodes."""
@@ -269,7 +271,7 @@ def test_an_info_that_is_not_kept_is_a_key_error(tmp_path, changed_copy):
 
             # Minibatches [D6]
 """,
-    "        agent.obs_rms.update(obs)",
+    "        agent.obs_rms.update(obs)  # [D28]",
     """        last = {k: x[:, : N * T // L] for k, x in batch.items()}
         agent.obs_rms.update(obs)""",
 )
@@ -377,9 +379,10 @@ def test_environments_are_reset_only_where_an_episode_fits(
     keys, reset = [], ppo.reset
     monkeypatch.setattr(ppo, "reset", lambda envs, *key: keys.append(key) or reset(envs, *key))
     train(tmp_path / "a", **LIMIT)
-    assert keys == [(1, 0, 1), (1, 0, 3)] and "begins new episodes" not in capsys.readouterr().out
+    assert keys == [(1, 0, 0), (1, 0, 1), (1, 0, 3)]
+    assert "begins new episodes" not in capsys.readouterr().out
     train(tmp_path / "b", checkpoint_every=2, total_timesteps=256)
-    assert keys[2:] == [(1, 0, 1)] and "a resume begins new episodes" in capsys.readouterr().out
+    assert keys[3:] == [(1, 0, 0)] and "a resume begins new episodes" in capsys.readouterr().out
 
 
 def test_bipedal_walker_does_not_remember_earlier_episodes():
@@ -405,7 +408,7 @@ def test_observations_are_flattened(env_id, width, tmp_path):
     """In training and evaluation: dicts, pictures, booleans."""
     agent, summary = train(tmp_path / "run", env_id)
     assert agent.obs_rms.mean.shape == (width,) and agent.obs_rms.var.isfinite().all()
-    assert agent.obs_rms.count == 128 and 0 <= summary["eval_mean"] <= 1
+    assert agent.obs_rms.count == 192 and 0 <= summary["eval_mean"] <= 1
 
 
 def test_an_error_inside_an_environment_keeps_its_traceback(main, monkeypatch):
