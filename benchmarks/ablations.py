@@ -22,7 +22,7 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure
 from scores import read_run
-from tables import UsageError, over_seeds, read_csv, run, save_figure, write_csv
+from tables import WIDTH, UsageError, over_seeds, read_csv, run, save_figure, write_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -266,20 +266,20 @@ def draw(groups, path):
             [x[name][0] / np.nanstd(list(x.values())) for x in found.values() if name in x]
         ),
     )
-    figure = Figure(figsize=(2.5 + 3.3 * len(found), 1 + 0.2 * len(names)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1 + 0.2 * len(names)), layout="constrained")
     axes = np.atleast_1d(figure.subplots(1, len(found), sharey=True))
     for axis, (env_id, of_task) in zip(axes, found.items(), strict=True):
         for y, name in enumerate(names):
             if name in of_task:
                 effect, low, high = of_task[name]
-                color = "C2" if low > 0 else "C3" if high < 0 else "C7"
+                color = "C0" if low > 0 else "C1" if high < 0 else "0.5"
                 axis.plot([low, high], [y, y], color=color)
-                axis.plot(effect, y, "o", color=color, ms=5)
+                axis.plot(effect, y, "^" if low > 0 else "v" if high < 0 else "o", color=color)
         axis.axvline(0, color="black", lw=0.8)
         first, values = next(iter(groups[env_id].items()))
         seeds = min(map(len, groups[env_id].values()))
-        base = f"{first}, {len(values)}: {np.mean(values):.0f}"
-        axis.set(title=env_id, xlabel=f"effect, {seeds} seeds; {base}", yticks=range(len(names)))
+        base = f"{first}: {np.mean(values):.0f}"
+        axis.set(title=env_id, xlabel=f"change, {seeds} seeds\n{base}", yticks=range(len(names)))
         axis.set_yticklabels(names)
         axis.margins(y=0.02)
         axis.grid(alpha=0.3)
@@ -315,7 +315,7 @@ def main():
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)
     if means := over_tasks(groups):
-        groups["mean of complete tasks, %"] = means
+        groups["all three, %"] = means
     show(groups, study.digits)
     if args.output:
         draw(groups, args.output)

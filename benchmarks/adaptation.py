@@ -20,10 +20,27 @@ import numpy as np
 import tyro
 from matplotlib.figure import Figure  # without pyplot it needs no display
 from matplotlib.ticker import MaxNLocator
-from tables import UsageError, over_seeds, read_csv, run, sample_std, save_figure
+from tables import (
+    STYLES,
+    WIDTH,
+    UsageError,
+    over_seeds,
+    read_csv,
+    run,
+    sample_std,
+    save_figure,
+)
 
 TASKS = {"Bandit": "bandit", "TabularMDP": "mdp"}  # as references.py names them
-COLUMNS = ("random", "Thompson / PSRL", "UCB1 / BUCB-VI", "Gittins", "Bayes optimum", "task known")
+COLUMNS = (
+    "random",
+    "Thompson / PSRL",
+    "Optimistic-Thompson / OPSRL",
+    "UCB1 / BUCB-VI",
+    "Gittins",
+    "Bayes optimum",
+    "task known",
+)
 
 
 @dataclass
@@ -107,59 +124,41 @@ def table(settings, references):
     return lines
 
 
-def draw_panel(axis, setting, runs, found):
+def draw_panel(axis, setting, runs, found, columns=COLUMNS[1:]):
+    """RL^2 and its references; random actions would flatten the rest."""
     episodes = np.arange(1, setting.episodes + 1)
     curves = np.array([json.loads(row["episode_returns"]) for row in runs])  # (seeds, n)
     mean, std = curves.mean(0), sample_std(curves)
     axis.plot(episodes, mean, color="k", lw=3, label="RL$^2$")  # thin lines stay visible on it
     axis.fill_between(episodes, mean - std, mean + std, color="k", alpha=0.2, lw=0)
-    for column, (name, row) in found.items():
-        if row["episode_returns"]:
-            curve, color = json.loads(row["episode_returns"]), f"C{COLUMNS.index(column)}"
-            style = "--" if name == "Gittins" else "-"  # it often lies on UCB1
-            axis.plot(
-                episodes,
-                curve,
-                style,
-                color=color,
-                lw=1.3,
-                label=f"{name} {row['setting']}".strip(),
-            )
-        elif (
-            name == "task known"
-        ):  # the other bound, the Bayes optimum, is known of whole trials only
+    for column in columns:
+        i, (name, row) = COLUMNS.index(column), found.get(column, (None, None))
+        if row and row["episode_returns"]:
+            curve, style = json.loads(row["episode_returns"]), STYLES[i % len(STYLES)]
+            axis.plot(episodes, curve, style, color=f"C{i}", lw=1.3, label=column)
+        elif name == "task known":  # the Bayes optimum is known of whole trials only
             axis.axhline(float(row["score"]) / setting.episodes, color="0.5", ls=":", label=name)
-    axis.set_title(setting, fontsize="medium")  # the longest would touch its neighbor's
+    axis.set_title(str(setting).split(" (")[0])
     axis.set_xlabel("pull of the trial" if setting.arms else "episode of the trial")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axis.grid(alpha=0.3)
-    axis.legend(fontsize="small")
 
 
 def draw(settings, references, path):
-    """Write the panels, and the table below them."""
-    width = min(len(settings), 4)
-    height = math.ceil(len(settings) / width)
-    lines = [
-        [cell.replace("RL^2", "RL$^2$") for cell in line] for line in table(settings, references)
-    ]
-    inches = 3.2 * height, 0.3 * len(lines) + 0.2
-    figure = Figure(figsize=(max(9, 3.6 * width), sum(inches)), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=inches)
-    for i, (setting, runs) in enumerate(settings.items(), start=1):
-        draw_panel(
-            above.add_subplot(height, width, i), setting, runs, find_references(references, setting)
-        )
-    above.supylabel("mean return of the episode")
-    axis = below.add_subplot()
-    axis.axis("off")
-    cells = axis.table(
-        lines[1:], colLabels=lines[0], loc="center", cellLoc="center", edges="horizontal"
-    )
-    cells.auto_set_font_size(False)
-    cells.set_fontsize(8)
-    cells.auto_set_column_width(range(len(lines[0])))
-    cells.scale(1, 1.4)
+    """Six panels: short, longer and long trials of bandits, and of MDPs."""
+    chosen = [x for x in settings if x.exp_name != "published" and x.env_id in TASKS]
+    short = {(5, 10): 0, (10, 100): 1, (10, 500): 2, (None, 10): 3, (None, 25): 4, (None, 50): 5}
+    chosen = [x for x in chosen if (x.arms, x.episodes) in short] or list(settings)[:6]
+    chosen.sort(key=lambda x: short.get((x.arms, x.episodes), 9))
+    columns = min(3, len(chosen))
+    rows = math.ceil(len(chosen) / columns)
+    figure = Figure(figsize=(WIDTH, 2.7 * rows + 0.9), layout="constrained")
+    for i, setting in enumerate(chosen):
+        axis = figure.add_subplot(rows, columns, i + 1)
+        draw_panel(axis, setting, settings[setting], find_references(references, setting))
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.lines}
+    figure.legend(lines.values(), lines, loc="outside upper center", ncols=4)
+    figure.supylabel("mean return of the episode, sampled actions", fontsize=10)
     save_figure(figure, path)
 
 

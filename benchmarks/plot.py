@@ -16,12 +16,21 @@ from pathlib import Path
 from typing import Literal
 
 import adaptation
-import matplotlib
 import numpy as np
 import tyro
 from matplotlib.figure import Figure  # without pyplot it needs no display
 from matplotlib.ticker import EngFormatter
-from tables import UsageError, read_csv, read_run, run, sample_std, save_figure, write_csv
+from tables import (
+    STYLES,
+    WIDTH,
+    UsageError,
+    read_csv,
+    read_run,
+    run,
+    sample_std,
+    save_figure,
+    write_csv,
+)
 
 KEY = ("env_id", "exp_name", "seed")
 KEPT = ("global_step", "seconds", "episodic_return")
@@ -30,14 +39,13 @@ RESULTS = Path(__file__).resolve().parent / "results"
 MUJOCO = ("HalfCheetah-v5", "Walker2d-v5", "Hopper-v5", "Humanoid-v5", "Ant-v5")
 OVERVIEW = {  # title: table, column, environments
     "PPO on MuJoCo": ("curves.csv", "episodic_return", MUJOCO),
-    "PPO on Atari": ("atari_curves.csv", "episodic_return", ("Breakout", "Pong")),
-    "Muesli": ("muesli_curves.csv", "greedy_return", ("CartPole-v1", "LunarLander-v3")),
+    "PPO on Breakout": ("atari_curves.csv", "episodic_return", ("Breakout",)),
+    "PPO on Pong": ("atari_curves.csv", "episodic_return", ("Pong",)),
+    "Muesli on CartPole": ("muesli_curves.csv", "greedy_return", ("CartPole-v1",)),
+    "Muesli on LunarLander": ("muesli_curves.csv", "greedy_return", ("LunarLander-v3",)),
 }
-OVERVIEW_STYLE = {
-    "font.size": 12,
-    "legend.handlelength": 1.2,
-    "figure.constrained_layout.w_pad": 0.1,
-}
+NAMES = {"episodic_return": "return of training episodes", "greedy_return": "greedy return"}
+BAND = "band: ± standard deviation over seeds"
 
 
 @dataclass
@@ -118,26 +126,47 @@ def draw_line(axis, seeds, x="global_step", y="episodic_return", **style):
     axis.fill_between(grid, mean - std, mean + std, color=style["color"], alpha=0.2, lw=0)
 
 
+def draw_published(axis, env_id, steps):
+    """Published scores as ticks at the right edge."""
+    rows = read_csv(RESULTS / "published.csv")
+    million = f"{steps / 1e6:.0f} M"
+    values = [
+        float(row["value"]) for row in rows if (row["env_id"], row["steps"]) == (env_id, million)
+    ]
+    for i, value in enumerate(values):
+        axis.plot(
+            [0.94, 1], [value] * 2, color="black", lw=1, transform=axis.get_yaxis_transform(),
+            label=None if i else "published",
+        )  # fmt: skip
+
+
 def draw(curves, args):
     """Write the figure."""
     panels = defaultdict(lambda: defaultdict(list))
     for (env_id, label, _), columns in curves.items():
         panels[env_id][label].append(columns)
     labels = list(dict.fromkeys(label for _, label, _ in curves))
-    width = math.ceil(math.sqrt(len(panels)))
+    width = min(3, math.ceil(math.sqrt(len(panels))))
     height = math.ceil(len(panels) / width)
-    figure = Figure(figsize=(4.2 * width, 3.2 * height), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 2.6 * height + 0.4), layout="constrained")
     for i, (env_id, lines) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(height, width, i)
         for label, seeds in lines.items():
-            color = f"C{labels.index(label)}"  # the same in all panels
-            draw_line(axis, seeds, args.x, args.y, color=color, label=label)
+            k = labels.index(label)  # the same in all panels
+            style = {"color": f"C{k}", "ls": STYLES[k % len(STYLES)]}
+            draw_line(axis, seeds, args.x, args.y, label=label, **style)
+        if args.x == "global_step" and args.y == "episodic_return":
+            draw_published(
+                axis, env_id, max(x[args.x][-1] for seeds in lines.values() for x in seeds)
+            )
         axis.set_title(env_id)
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
-        axis.legend(fontsize="small")
-    figure.supxlabel("environment steps" if args.x == "global_step" else args.x)
-    figure.supylabel(args.y.replace("_", " "))
+        if len(labels) > 1 or i == 1:
+            axis.legend()
+    name = "environment steps" if args.x == "global_step" else args.x
+    figure.supxlabel(f"{name} ({BAND})", fontsize=10)
+    figure.supylabel(NAMES.get(args.y, args.y.replace("_", " ")), fontsize=10)
     save_figure(figure, args.output)
 
 
@@ -150,35 +179,46 @@ def new_values(curve, y):
 
 
 def draw_overview(path):
-    """A panel for each script: three of learning curves, and RL^2's returns within a trial."""
-    figure = Figure(figsize=(14, 3.9), layout="constrained")
-    axes = figure.subplots(1, 4)
+    """Learning curves of three scripts, and RL^2's returns within a trial."""
+    figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
+    axes = figure.subplots(2, 3).flat
     for axis, (title, (table, y, env_ids)) in zip(axes, OVERVIEW.items(), strict=False):
         curves = read_curves([RESULTS / table], y=y)
         for i, env_id in enumerate(env_ids):
             about = next(key[:2] for key in curves if key[0] == env_id)  # the first exp_name
             seeds = [new_values(curve, y) for key, curve in curves.items() if key[:2] == about]
-            draw_line(axis, seeds, y=y, color=f"C{i}", label=env_id.split("-")[0])
-        ylabel, xscale = (
-            ("greedy return", "log") if y == "greedy_return" else ("training return", "linear")
-        )
-        axis.set(title=title, xlabel="environment steps", ylabel=ylabel, xscale=xscale)
+            style = {"color": f"C{i}", "ls": STYLES[i % len(STYLES)]}
+            name = env_id.split("-")[0]
+            draw_line(axis, seeds, y=y, **style)
+            if len(env_ids) > 1:  # at the end of its line
+                end = np.mean([x[y][-1] for x in seeds])
+                at = 1.03 * seeds[0]["global_step"][-1], end
+                axis.annotate(name, at, color=style["color"], va="center", fontsize=9)
+            if len(env_ids) == 1 and y == "episodic_return":
+                draw_published(axis, env_id, max(x["global_step"][-1] for x in seeds))
+        axis.set(title=title, ylabel=NAMES[y])
+        if len(env_ids) > 1:
+            axis.set_xlim(0, 1.65 * seeds[0]["global_step"][-1])
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
-        axis.legend(fontsize="small")
+        if axis.get_legend_handles_labels()[1]:
+            axis.legend()
     trials = adaptation.group(read_csv(RESULTS / "rl2.csv"))
     setting = next(setting for setting in trials if setting[1:3] == (100, 10))
     found = adaptation.find_references(read_csv(RESULTS / "references.csv"), setting)
-    adaptation.draw_panel(axes[3], setting, trials[setting], found)
-    axes[3].set(title="RL$^2$ on 10-armed bandits", ylabel="mean reward")
+    axis = list(figure.axes)[5]
+    learners = "Thompson / PSRL", "UCB1 / BUCB-VI", "Gittins"
+    adaptation.draw_panel(axis, setting, trials[setting], found, learners)
+    axis.set(title="RL$^2$ on bandits of 10 arms", ylabel="mean reward")
+    axis.legend(axis.lines, ["RL$^2$", "Thompson", "UCB1", "Gittins"])
+    figure.supxlabel(f"environment steps ({BAND})", fontsize=10)
     save_figure(figure, path)
 
 
 def main():
     args = tyro.cli(Args, description=__doc__)
     if args.overview and args.output:
-        with matplotlib.rc_context(OVERVIEW_STYLE):
-            return draw_overview(args.output)
+        return draw_overview(args.output)
     if not args.runs or not (args.output or args.csv):
         raise UsageError("give at least one run folder, and --output or --csv")
     curves = read_curves(args.runs, args.x, args.y, args.label)

@@ -12,6 +12,7 @@ import numpy as np
 import plot
 import pytest
 import references as ref
+import report
 import scores
 import speed
 import tables
@@ -198,6 +199,34 @@ def test_table_of_scores(call, tmp_path):
     assert "| 440, 400 | 400 to 440 |" in call(scores, kept, "--bootstrap")
 
 
+def test_tables_of_all_pages_are_those_of_the_csvs(call, monkeypatch, tmp_path):
+    """And one that is not is named, or written anew."""
+    assert call(report, "--check") == ""
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n<!-- table rl2_short -->\n| old |\n<!-- end -->\nText.\n")
+    monkeypatch.setattr(report, "PAGES", (page,))
+    assert "out of date: page.md" in call(report, "--check", status=2)
+    call(report)
+    text = page.read_text()
+    assert "| old |" not in text and "| Bandit, 10 arms, 10 pulls | 3 | " in text
+    assert text.startswith("# Page\n\n<!-- ") and text.endswith(" |\n<!-- end -->\nText.\n")
+
+
+def test_numbers_of_the_tables():
+    row = {
+        "eval_episodes": "10",
+        "eval_std": "3",
+        "eval_sampled_mean": "7",
+        "eval_sampled_std": "0",
+    }
+    rows = [row | {"eval_mean": str(x)} for x in (100, 200, 300, 1400)]
+    assert report.cells(rows) == ["4°", "500 ± 303", "7 ± 0", "250", "250", "100"]
+    alone = report.cells([row | {"eval_mean": "50", "version": "2"}])
+    assert alone == ["1", "50.0 ± 1.0", "7.0 ± 0.0", "50.0", "50.0", "50.0"]
+    assert report.interquartile_mean([1, 2, 3, 4, 5]) == pytest.approx(3)
+    assert report.interquartile_mean([0, 0, 8]) == pytest.approx(8 / 6)
+
+
 def test_rows_and_curves_of_a_run(call, tmp_path):
     """Its rebuilt command, its evaluations, its curve, which is kept and drawn."""
     run_dir, figure = tmp_path / "run", tmp_path / "new" / "curves.png"
@@ -306,9 +335,9 @@ REFERENCES = rows(
     ("bandit", 5, 3, "task known", "", 2.5, ""),
 )
 CELLS = [
-    "Bandit, 5 arms, 3 pulls|2|2.000 ± 0.141|1.950 ± 0.212|1.500|-|1.900 (c=0.2)|-|-|2.500",
-    "Bandit, 50 arms, 10 pulls (wide)|1|5.100|5.000|-|-|-|-|-|-",
-    "AntDir, 2 episodes|1|405.4|400.0|-|-|-|-|-|-",
+    "Bandit, 5 arms, 3 pulls|2|2.000 ± 0.141|1.950 ± 0.212|1.500|-|-|1.900 (c=0.2)|-|-|2.500",
+    "Bandit, 50 arms, 10 pulls (wide)|1|5.100|5.000|-|-|-|-|-|-|-",
+    "AntDir, 2 episodes|1|405.4|400.0|-|-|-|-|-|-|-",
 ]
 
 
@@ -324,9 +353,9 @@ def test_table_and_figure_of_adaptation(call, tmp_path):
     setting, runs = next(iter(adaptation.group(RUNS).items()))
     adaptation.draw_panel(axis, setting, runs, adaptation.find_references(REFERENCES, setting))
     drawn = {line.get_label(): line.get_ydata() for line in axis.lines}
-    assert set(drawn) == {"RL$^2$", "random", "UCB1 c=0.2", "task known"}
+    assert set(drawn) == {"RL$^2$", "UCB1 / BUCB-VI", "task known"}
     np.testing.assert_allclose(drawn["RL$^2$"], [0.5, 0.65, 0.8])
-    np.testing.assert_allclose(drawn["UCB1 c=0.2"], [0.5, 0.6, 0.8])
+    np.testing.assert_allclose(drawn["UCB1 / BUCB-VI"], [0.5, 0.6, 0.8])
     np.testing.assert_allclose(drawn["task known"], 2.5 / 3)
     with pytest.raises(tables.UsageError, match="two runs of Bandit, 5 arms, 3 pulls, seed 2"):
         adaptation.group([*RUNS, RUNS[3]])
