@@ -1,0 +1,41 @@
+"""One easy task in many clothes (benchmarks/stress.py): the defaults learn it in each."""
+
+import json
+from pathlib import Path
+
+import pytest
+import stress
+
+import muesli_cartpole as muesli
+import ppo_continuous as ppo
+
+PPO = {"total_timesteps": 10_240, "anneal_lr": False, "log_std_drop": 0.0, "compile": False}
+MUESLI = {"total_timesteps": 4_000, "stop_early": False, "eval_frequency": 0}
+
+
+def train(module, kwargs, folder, **flags):
+    """Score of a short training: 0 is random, 1 the shortest way."""
+    args = module.Args(
+        env_id="Point-v0", env_kwargs=json.dumps(kwargs), run_dir=str(folder), **flags
+    )
+    args.check()
+    module.train(args)
+    summary = json.loads(Path(folder, "summary.json").read_text())
+    return stress.score_of(summary, "", kwargs)
+
+
+@pytest.mark.parametrize(
+    "clothes",
+    [
+        "plain", "rewards x 1e-08", "rewards x 1e+08", "observations x 1e-06",
+        "observations x 1e+06", "observations +1e4", "bounds 1e-3 and 1e3", "bounds 0 to 2",
+    ],
+)  # fmt: skip
+def test_ppo_learns_in(clothes, tmp_path):
+    assert train(ppo, stress.CLOTHES[clothes], tmp_path / "run", **PPO) > 0.7
+
+
+@pytest.mark.parametrize("clothes", ["plain", "observations x 1e-06", "observations +1e4"])
+def test_muesli_learns_in(clothes, tmp_path):
+    kwargs = stress.CLOTHES[clothes] | {"discrete": True}
+    assert train(muesli, kwargs, tmp_path / "run", **MUESLI, eval_episodes=10) > 0.5
