@@ -4,7 +4,7 @@
     python benchmarks/third_party.py runs/third_party Grid/DoorKey-5x5-v0    three seeds, and random
     python benchmarks/scores.py runs/third_party/* --csv benchmarks/results/third_party.csv
 
-What a user writes for each package is below; environments.md shows it, and the versions."""
+What a user writes for a package, if anything, is below; environments.md tells the versions."""
 
 import os
 import shlex
@@ -32,13 +32,6 @@ def minatar(name, **kwargs):
     from minatar.gym import BaseEnv
 
     return BaseEnv(name, **kwargs)
-
-
-def control(name, **kwargs):
-    """The DeepMind Control Suite by Shimmy. Its tasks end by themselves after 1,000 steps."""
-    import shimmy  # noqa: F401, it registers them
-
-    return gym.make(f"dm_control/{name}-v0", **kwargs)
 
 
 class Crafter(gym.Env):
@@ -86,8 +79,6 @@ for env_id, function, limit in (
     ("MinAtar/freeway", minatar, None),
     ("MinAtar/seaquest", minatar, None),
     ("MinAtar/space_invaders", minatar, None),
-    ("Control/cheetah-run", control, None),
-    ("Control/walker-walk", control, None),
     ("ML1/reach-v3", metaworld, 100),
     ("ML1/push-v3", metaworld, 100),
 ):
@@ -111,8 +102,8 @@ RUNS = {  # environment: commands
         f"third_party:MinAtar/{game}-v0": [PPO, f"{MUESLI} --encoder cnn --total-timesteps 20000"]
         for game in ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
     },
-    "third_party:Control/cheetah-run-v0": [PPO],
-    "third_party:Control/walker-walk-v0": [PPO],
+    "shimmy:dm_control/cheetah-run-v0": [PPO],
+    "shimmy:dm_control/walker-walk-v0": [PPO],
     "third_party:ML1/reach-v3-v0": [RL2],
     "third_party:ML1/push-v3-v0": [RL2],
     "third_party:Crafter-v0": [f"{MUESLI} --encoder cnn --total-timesteps 4000"],
