@@ -281,7 +281,7 @@ def draw(groups, path):
         base = f"{first}: {np.mean(values):.0f}"
         axis.set(title=env_id, xlabel=f"change, {seeds} seeds\n{base}", yticks=range(len(names)))
         axis.set_yticklabels(names)
-        axis.margins(y=0.02)
+        axis.set_ylim(-0.6, len(names) - 0.4)
         axis.grid(alpha=0.3)
     save_figure(figure, path)
 
@@ -315,7 +315,7 @@ def main():
             list(pool.map(work, [x for x in todo if (x[0], x[1], str(x[2])) not in done]))
     groups = group(rows, study)
     if means := over_tasks(groups):
-        groups["all three, %"] = means
+        groups["all tasks, %"] = means
     show(groups, study.digits)
     if args.output:
         draw(groups, args.output)

@@ -44,7 +44,11 @@ OVERVIEW = {  # title: table, column, environments
     "Muesli on CartPole": ("muesli_curves.csv", "greedy_return", ("CartPole-v1",)),
     "Muesli on LunarLander": ("muesli_curves.csv", "greedy_return", ("LunarLander-v3",)),
 }
-NAMES = {"episodic_return": "return of training episodes", "greedy_return": "greedy return"}
+NAMES = {
+    "episodic_return": "return of training episodes",
+    "greedy_return": "greedy return",
+    "test_return": "return of a trial, meta-test",
+}
 BAND = "band: ± standard deviation over seeds"
 
 
@@ -59,6 +63,7 @@ class Args:
     x: Literal["global_step", "seconds"] = "global_step"  # horizontal axis
     y: str = "episodic_return"  # vertical axis: any scalar that the run logs
     label: Literal["exp_name", "folder"] = "exp_name"  # what tells lines apart
+    each: bool = False  # a line for each seed, not their mean
 
 
 def read_rows(path, label):
@@ -154,7 +159,8 @@ def draw(curves, args):
         for label, seeds in lines.items():
             k = labels.index(label)  # the same in all panels
             style = {"color": f"C{k}", "ls": STYLES[k % len(STYLES)]}
-            draw_line(axis, seeds, args.x, args.y, label=label, **style)
+            for j, some in enumerate([[x] for x in seeds] if args.each else [seeds]):
+                draw_line(axis, some, args.x, args.y, label=None if j else label, **style)
         if args.x == "global_step" and args.y == "episodic_return":
             draw_published(
                 axis, env_id, max(x[args.x][-1] for seeds in lines.values() for x in seeds)
@@ -165,7 +171,7 @@ def draw(curves, args):
         if len(labels) > 1 or i == 1:
             axis.legend()
     name = "environment steps" if args.x == "global_step" else args.x
-    figure.supxlabel(f"{name} ({BAND})", fontsize=10)
+    figure.supxlabel(name if args.each else f"{name} ({BAND})", fontsize=10)
     figure.supylabel(NAMES.get(args.y, args.y.replace("_", " ")), fontsize=10)
     save_figure(figure, args.output)
 
