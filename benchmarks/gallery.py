@@ -46,7 +46,8 @@ def read_tiles(folder, args):
     name = json.loads((folder / "args.json").read_text())["env_id"].split("-v")[0]
     count = round(args.seconds * args.fps)
     with VideoFileClip(str(find_video(folder))) as clip:
-        frames = clip.subclipped(min(args.skip, clip.duration / 2)).iter_frames(fps=args.fps)
+        start = args.skip if clip.duration > 2 * args.skip else 0
+        frames = clip.subclipped(start).iter_frames(fps=args.fps)
         tiles = [Image.fromarray(frame) for frame in islice(frames, count)]
     for i, tile in enumerate(tiles):
         tiles[i] = ImageOps.pad(tile, (args.size, args.size), Image.Resampling.LANCZOS)

@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import ablations
 import adaptation
+import gallery
 import numpy as np
 import plot
 import pytest
@@ -15,8 +16,10 @@ import references as ref
 import report
 import scores
 import speed
+import strip
 import tables
 from matplotlib.image import imread
+from PIL import Image
 
 import muesli_cartpole as muesli
 
@@ -250,6 +253,20 @@ def test_rows_and_curves_of_a_run(call, tmp_path):
     )
     assert first["greedy_return"] == pytest.approx(again["greedy_return"])
     assert "second run" in call(plot, run_dir, run_dir, "--csv", kept, status=2)
+
+
+def test_agents_are_stripped_and_shown(call, tmp_path):
+    """A run without a video is evaluated first; a stripped checkpoint has no optimizer."""
+    run_dir = str(tmp_path / "a")
+    muesli.train(muesli.Args(run_dir=run_dir, total_timesteps=400, eval_frequency=0))
+    call(strip, tmp_path / "a", tmp_path / "c")
+    checkpoint, args = muesli.load_checkpoint(tmp_path / "c")
+    assert checkpoint.keys() == {"args", "progress", "agent"} and args.env_id == "CartPole-v1"
+    muesli.load_agent(tmp_path / "c")
+    flags = "--seconds", "0.4", "--fps", "5", "--size", "60", "--output", tmp_path / "x.webp"
+    assert "2 frames" in call(gallery, tmp_path / "a", *flags)
+    assert Image.open(tmp_path / "x.webp").size == (60, 60)
+    assert "no run in" in call(strip, tmp_path / "none", tmp_path / "c", status=2)
 
 
 def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
