@@ -102,7 +102,7 @@ SCRIPTS = {
 CLOTHES = {
     "plain": {},
     **{f"rewards x {x:g}": {"reward_scale": x} for x in (1e-8, 1e-4, 1e4, 1e8)},
-    **{f"rewards {x:+g}": {"reward_shift": x} for x in (-10.0, 10.0)},
+    **{f"rewards {x:+g}": {"reward_shift": x} for x in (-10.0, -1.0, 1.0, 10.0)},
     **{f"observations x {x:g}": {"obs_scale": x} for x in (1e-6, 1e-3, 1e3, 1e6)},
     "observations +1e4": {"obs_shift": 1e4},
     "300 observations": {"obs_size": 300},
