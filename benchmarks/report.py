@@ -78,12 +78,12 @@ def scores(name="scores.csv"):
     return groups
 
 
-def published(env_id, steps, kinds=None):
+def published(env_id, steps):
     """The highest published score of each kind of evaluation."""
     found = {}
     for row in read_csv(RESULTS / "published.csv"):
         value, kind = float(row["value"]), row["kind"]
-        if (row["env_id"], row["steps"]) == (env_id, steps) and (not kinds or kind in kinds):
+        if (row["env_id"], row["steps"]) == (env_id, steps):
             name = row["who"] + (f", {kind}" if kind != "unknown" else "")
             found[kind] = max(found.get(kind, (value, name)), (value, name))
     return [f"{value:,g} ({name})" for value, name in sorted(found.values(), reverse=True)]
@@ -124,7 +124,7 @@ def front():
             for row in rows
             if float(row["global_step"]) > 9e6 and row["exp_name"] == "ppo_atari"
         ]
-        found = published(name, "10 M", ("sampled", "training"))
+        found = published(name, "10 M")
         yield name, "10 M", *cells(rows)[:3], "; ".join(found)
 
 
@@ -253,10 +253,10 @@ def third_party():
 def stress():
     rows = read_csv(RESULTS / "stress.csv")
     scripts = tuple(dict.fromkeys(row["script"] for row in rows))
-    yield "clothes", *scripts
-    for clothes in dict.fromkeys(row["clothes"] for row in rows):
-        found = {row["script"]: float(row["score"]) for row in rows if row["clothes"] == clothes}
-        yield clothes, *(f"{found[name]:.2f}" if name in found else "" for name in scripts)
+    yield "variant", *scripts
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        found = {row["script"]: float(row["score"]) for row in rows if row["variant"] == variant}
+        yield variant, *(f"{found[name]:.2f}" if name in found else "" for name in scripts)
 
 
 def write(name):

@@ -1,4 +1,4 @@
-"""One easy task in many clothes: do the defaults depend on units, episodes or sizes?
+"""One easy task in many variants: do the defaults depend on units, episodes or sizes?
 
     python benchmarks/stress.py runs/stress --csv benchmarks/results/stress.csv
 
@@ -99,7 +99,7 @@ SCRIPTS = {
     "rl2": "rl2_meta.py --total-timesteps 120000 --task-sampler stress:sample_task "
     "--episode-length 50 --episodes-per-trial 2 --test-trials 64",
 }
-CLOTHES = {
+VARIANTS = {
     "plain": {},
     **{f"rewards x {x:g}": {"reward_scale": x} for x in (1e-8, 1e-4, 1e4, 1e8)},
     **{f"rewards {x:+g}": {"reward_shift": x} for x in (-10.0, -1.0, 1.0, 10.0)},
@@ -179,12 +179,12 @@ def main():
     args, here, rows = tyro.cli(Args, description=__doc__), Path(__file__).resolve().parent, []
     env = os.environ | {"PYTHONPATH": str(here)}
     args.runs.mkdir(parents=True, exist_ok=True)
-    for clothes, changes in CLOTHES.items():
+    for variant, changes in VARIANTS.items():
         for name, command in SCRIPTS.items():
-            if any(word in clothes for word in NOT_FOR.get(name, ())):
+            if any(word in variant for word in NOT_FOR.get(name, ())):
                 continue
             kwargs = changes | {"discrete": name in ("ppo discrete", "muesli")}
-            run_dir = args.runs / f"{name}-{clothes}-{args.seed}".replace(" ", "_")
+            run_dir = args.runs / f"{name}-{variant}-{args.seed}".replace(" ", "_")
             if not (run_dir / "summary.json").exists():
                 if args.only and name not in args.only:
                     continue
@@ -203,12 +203,12 @@ def main():
             if (run_dir / "summary.json").exists():
                 summary = json.loads((run_dir / "summary.json").read_text())
                 score = score_of(summary, name, kwargs)
-                rows.append({"clothes": clothes, "script": name, "seed": args.seed, "score": score})
+                rows.append({"variant": variant, "script": name, "seed": args.seed, "score": score})
     if args.csv:
         write_csv(args.csv, rows)
-    for clothes in CLOTHES:
-        cells = {row["script"]: f"{row['score']:.2f}" for row in rows if row["clothes"] == clothes}
-        print(f"| {clothes} | " + " | ".join(cells.get(name, "") for name in SCRIPTS) + " |")
+    for variant in VARIANTS:
+        cells = {row["script"]: f"{row['score']:.2f}" for row in rows if row["variant"] == variant}
+        print(f"| {variant} | " + " | ".join(cells.get(name, "") for name in SCRIPTS) + " |")
 
 
 if __name__ == "__main__":

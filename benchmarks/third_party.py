@@ -144,6 +144,7 @@ def main():
             rows = [old for old in rows if old["env_id"] != env_id] + [row]
         write_csv(args.random, rows)
         return
+    args.runs.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
     for seed in SEEDS:
         for env_id, commands in {x: RUNS[x] for x in chosen}.items():

@@ -1,4 +1,4 @@
-"""One easy task in many clothes (benchmarks/stress.py): the defaults learn it in each."""
+"""One easy task in many variants (benchmarks/stress.py): the defaults learn it in each."""
 
 import json
 from pathlib import Path
@@ -25,17 +25,17 @@ def train(module, kwargs, folder, **flags):
 
 
 @pytest.mark.parametrize(
-    "clothes",
+    "variant",
     [
         "plain", "rewards x 1e-08", "rewards x 1e+08", "observations x 1e-06",
         "observations x 1e+06", "observations +1e4", "bounds 1e-3 and 1e3", "bounds 0 to 2",
     ],
 )  # fmt: skip
-def test_ppo_learns_in(clothes, tmp_path):
-    assert train(ppo, stress.CLOTHES[clothes], tmp_path / "run", **PPO) > 0.7
+def test_ppo_learns_in(variant, tmp_path):
+    assert train(ppo, stress.VARIANTS[variant], tmp_path / "run", **PPO) > 0.7
 
 
-@pytest.mark.parametrize("clothes", ["plain", "observations x 1e-06", "observations +1e4"])
-def test_muesli_learns_in(clothes, tmp_path):
-    kwargs = stress.CLOTHES[clothes] | {"discrete": True}
+@pytest.mark.parametrize("variant", ["plain", "observations x 1e-06", "observations +1e4"])
+def test_muesli_learns_in(variant, tmp_path):
+    kwargs = stress.VARIANTS[variant] | {"discrete": True}
     assert train(muesli, kwargs, tmp_path / "run", **MUESLI, eval_episodes=10) > 0.5
