@@ -14,8 +14,8 @@ Shapes: N environments; B sequences of W = L + K + 1 rows: L roots, K unrolled s
 bootstrap from; A actions, H units of a latent state, S atoms of a value or reward head.
 v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed with others.
 Tags: (7) to (14) are equations, (2), (4.3) to (4.5), (5), (F.1), (F.2) sections of the paper.
-Unlike the paper's agent: small MLPs, not a ResNet and an LSTM; a smaller replay; expectations
-over all actions, not 16 samples of them (--cmpo sampled: as there).
+Unlike the paper's agent: small MLPs, not a ResNet and an LSTM; normalized observations; a
+smaller replay; expectations over all actions, not 16 samples of them (--cmpo sampled: as there).
 """
 
 import contextlib
@@ -259,8 +259,8 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
-        squares = self.var + 1e-8 * self.mean**2
+        """In any unit, even of noise around 0. The floor is 1e-5 of the mean, or 1 for zeros."""
+        squares = self.var + 1e-10 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     def update(self, x):
@@ -337,7 +337,9 @@ class Network(nn.Module):
 
 
 class Agent(nn.Module):
-    """The online network, and the target network: its moving average, which acts."""
+    """The online network, and the target network: its moving average, which acts.
+
+    get_action takes raw observations, the networks normalized ones."""
 
     def __init__(self, envs, args):
         super().__init__()
@@ -345,6 +347,7 @@ class Agent(nn.Module):
         self.num_actions = int(self.action_space.n)
         obs_shape = envs.single_observation_space.shape
         self.obs_rms = RunningMeanStd(*obs_shape)
+        self.norm_obs = args.norm_obs and args.encoder == "mlp"
         self.online = Network(obs_shape, self.num_actions, args)
         self.target = copy.deepcopy(self.online).requires_grad_(False)
         low, high = signed_hyperbolic(torch.tensor([args.value_min, args.value_max])).tolist()
@@ -355,7 +358,7 @@ class Agent(nn.Module):
         self.adv_sq, self.beta_product = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
 
     def normalize(self, obs):
-        if self.args.norm_obs and self.args.encoder == "mlp":
+        if self.norm_obs:
             obs = ((obs.double() - self.obs_rms.mean) / self.obs_rms.std).clamp(-10, 10)
         return obs.float()
 
@@ -593,7 +596,8 @@ def train(args, checkpoint=None):
                 last=last,
                 terminal=terminal,
             )
-            agent.obs_rms.update(obs)
+            if agent.norm_obs:
+                agent.obs_rms.update(obs)
             global_step += N - last.sum().item()  # a reset is no step
             last, terminal = terminated | truncated, terminated
             for n in np.flatnonzero(last):

@@ -294,8 +294,8 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
-        squares = self.var + 1e-8 * self.mean**2
+        """In any unit, even of noise around 0. The floor is 1e-5 of the mean, or 1 for zeros."""
+        squares = self.var + 1e-10 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property

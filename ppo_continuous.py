@@ -269,8 +269,8 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
-        squares = self.var + 1e-8 * self.mean**2
+        """In any unit, even of noise around 0. The floor is 1e-5 of the mean, or 1 for zeros."""
+        squares = self.var + 1e-10 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
@@ -529,7 +529,7 @@ def train(args, checkpoint=None):
     log = RunLog(args, device, progress, exact) if RANK == 0 else None
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
     if args.norm_obs and first_iteration == 1:
-        first_iteration = 0  # a rollout for the first statistics of observations
+        first_iteration = 0  # a rollout that only begins the statistics
 
     for iteration in range(first_iteration, num_iterations + 1):
         read_live(args, optimizer, log, progress["global_step"])
@@ -584,6 +584,8 @@ def train(args, checkpoint=None):
                 last_obs.append(infos["final_obs"][n])
 
         if iteration == 0:
+            if not obs.isfinite().all():
+                raise FloatingPointError("observations not finite in iteration 0")
             agent.obs_rms.update(obs)
             continue
 

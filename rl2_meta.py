@@ -312,8 +312,8 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-4 of the mean, or 1 where all is zero."""
-        squares = self.var + 1e-8 * self.mean**2
+        """In any unit, even of noise around 0. The floor is 1e-5 of the mean, or 1 for zeros."""
+        squares = self.var + 1e-10 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
@@ -685,8 +685,12 @@ class Task(gym.Wrapper):
         if args.task_sampler:
             module, _, name = args.task_sampler.partition(":")
             found = None
-            with contextlib.suppress(ModuleNotFoundError, ValueError):  # but not inside the module
+            try:
                 found = importlib.util.find_spec(module)
+            except (ImportError, ValueError) as error:
+                missing = getattr(error, "name", None) or module
+                if not f"{module}.".startswith(f"{missing}."):
+                    raise  # what the module's package lacks itself
             self.sampler = getattr(found and importlib.import_module(module), name, None)
             if self.sampler is None:
                 raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")

@@ -3,10 +3,10 @@ table.
 
     python benchmarks/adaptation.py benchmarks/results/rl2.csv --output adaptation.png
 
-A panel for each setting of rl2_meta.py: the mean return of each episode of a trial in new tasks,
-RL^2's with sampled actions, the mean over its seeds shaded by one standard deviation on both sides.
-Of a reference that was measured with several parameters (c, mu0, ...) the one with the best score
-stands for all."""
+A panel for each of six settings of rl2_meta.py: the mean return of each episode of a trial in new
+tasks, RL^2's with sampled actions, the mean over its seeds shaded by one standard deviation on both
+sides. Of a reference that was measured with several parameters (c, mu0, ...) the one with the best
+score stands for all."""
 
 import json
 import math

@@ -134,7 +134,7 @@ def draw_line(axis, seeds, x="global_step", y="episodic_return", **style):
 def draw_published(axis, env_id, steps):
     """Published scores as ticks at the right edge."""
     rows = read_csv(RESULTS / "published.csv")
-    million = f"{steps / 1e6:.0f} M"
+    million = f"{steps / 1e6:.0f} M" if abs(steps / 1e6 - round(steps / 1e6)) < 0.1 else ""
     values = [
         float(row["value"]) for row in rows if (row["env_id"], row["steps"]) == (env_id, million)
     ]
@@ -216,7 +216,7 @@ def draw_overview(path):
     learners = "Thompson / PSRL", "UCB1 / BUCB-VI", "Gittins"
     adaptation.draw_panel(axis, setting, trials[setting], found, learners)
     axis.set(title="RL$^2$ on bandits of 10 arms", ylabel="mean reward")
-    axis.legend(axis.lines, ["RL$^2$", "Thompson", "UCB1", "Gittins"])
+    axis.legend(axis.lines, [x.get_label().split(" / ")[0] for x in axis.lines])
     figure.supxlabel(f"environment steps ({BAND})", fontsize=10)
     save_figure(figure, path)
 

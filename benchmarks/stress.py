@@ -8,6 +8,7 @@ actions to 1 for the shortest way; the environments of RL^2 have a goal that is 
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -160,9 +161,7 @@ def score_of(summary, script, kwargs):
         steps, mean = 100, summary["trial_return_greedy_mean"]
     else:
         steps, mean = (env.length if env.ends != "never" else 2**15), summary["eval_mean"]
-    rewarded = 1 if env.last_only and script != "rl2" else steps
-    rewarded = 2 if env.last_only and script == "rl2" else rewarded
-    plain = (mean / steps - env.reward_shift * rewarded / steps) / env.reward_scale
+    plain = (mean / steps - env.reward_shift) / env.reward_scale
     best, worst = (reference(kwargs, x, script == "rl2") for x in ("best", "random"))
     return (plain - worst) / (best - worst)
 
@@ -188,6 +187,7 @@ def main():
             if not (run_dir / "summary.json").exists():
                 if args.only and name not in args.only:
                     continue
+                shutil.rmtree(run_dir, ignore_errors=True)  # of an interrupted run
                 print(run_dir.name, flush=True)
                 script, *flags = command.split()
                 words = [here.parent / script, *flags, "--env-id", "stress:Point-v0"]
@@ -200,7 +200,9 @@ def main():
                         stderr=subprocess.STDOUT,
                         check=False,
                     )
-            if (run_dir / "summary.json").exists():
+            if not (run_dir / "summary.json").exists():
+                print(f"failed: see {run_dir}.log", file=sys.stderr)
+            else:
                 summary = json.loads((run_dir / "summary.json").read_text())
                 score = score_of(summary, name, kwargs)
                 rows.append({"variant": variant, "script": name, "seed": args.seed, "score": score})

@@ -1,13 +1,15 @@
 """Environments of other packages, and trainings in them with bare defaults.
 
     PYTHONPATH=benchmarks python ppo_continuous.py --env-id third_party:Grid/DoorKey-5x5-v0
-    python benchmarks/third_party.py runs/third_party Grid/DoorKey-5x5-v0    three seeds, and random
+    python benchmarks/third_party.py runs/third_party Grid/DoorKey-5x5-v0    three seeds
+    python benchmarks/third_party.py runs --random benchmarks/results/random.csv    random actions
     python benchmarks/scores.py runs/third_party/* --csv benchmarks/results/third_party.csv
 
 What a user writes for a package, if anything, is below; environments.md tells the versions."""
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -96,8 +98,8 @@ RUNS = {  # environment: commands
     "gymnasium_robotics:PointMaze_UMazeDense-v3": [PPO],
     "highway_env:highway-fast-v0": [PPO.replace("200000", "10000").replace("50", "20")],
     "highway_env:parking-v0": [PPO.replace("200000", "41000").replace("50", "20")],
-    "third_party:Grid/Empty-Random-5x5-v0": [f"{PPO} --rnn lstm", f"{MUESLI}"],
-    "third_party:Grid/DoorKey-5x5-v0": [f"{PPO} --rnn lstm", f"{MUESLI}"],
+    "third_party:Grid/Empty-Random-5x5-v0": [f"{PPO} --rnn lstm", MUESLI],
+    "third_party:Grid/DoorKey-5x5-v0": [f"{PPO} --rnn lstm", MUESLI],
     **{
         f"third_party:MinAtar/{game}-v0": [PPO, f"{MUESLI} --encoder cnn --total-timesteps 20000"]
         for game in ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
@@ -137,8 +139,10 @@ def main():
     args, here = tyro.cli(Args, description=__doc__), Path(__file__).resolve().parent
     chosen = [x for x in RUNS if not args.environments or any(y in x for y in args.environments)]
     if args.random:
-        rows = list(read_csv(args.random)) if args.random.exists() else []
-        for env_id in chosen:
+        rows = read_csv(args.random) if args.random.exists() else []
+        for env_id in (
+            x for x in chosen if RUNS[x] != [RL2]
+        ):  # whose trials are more than episodes
             x = random_returns(env_id)
             row = {"env_id": env_id, "episodes": len(x), "mean": np.mean(x), "std": np.std(x)}
             rows = [old for old in rows if old["env_id"] != env_id] + [row]
@@ -156,6 +160,8 @@ def main():
                 where = ["--env-id", env_id, "--seed", str(seed), "--run-dir", args.runs / name]
                 if (args.runs / name / "checkpoint.pt").exists():
                     where, flags = ["--resume", args.runs / name], []
+                else:
+                    shutil.rmtree(args.runs / name, ignore_errors=True)  # of an interrupted run
                 print(name, flush=True)
                 with open(args.runs / f"{name}.log", "a") as log:
                     subprocess.run(

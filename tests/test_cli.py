@@ -167,6 +167,7 @@ OWN = {
         ("--task-sampler some:f --env-id CartPole-v1", "some:f: no such module:function"),
         ("--task-sampler json:f --env-id CartPole-v1", "json:f: no such module:function"),
         ("--task-sampler no.more:f --env-id CartPole-v1", "no.more:f: no such module:function"),
+        ("--task-sampler ./t.py:f --env-id CartPole-v1", "./t.py:f: no such module:function"),
         ("--task-sampler json:f --env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--capture-video", "capture_video: Bandit has no picture"),
         ("--num-trials 10 --num-minibatches 4", "num_minibatches 4 must divide 10 trials"),
