@@ -269,8 +269,9 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit, even of noise around 0. The floor is 1e-5 of the mean, or 1 for zeros."""
+        """In any unit: the floor is 1e-5 of the mean and 1e-3 of the median std, or 1 for zeros."""
         squares = self.var + 1e-10 * self.mean**2
+        squares = torch.maximum(squares, 1e-6 * squares.median())  # or noise would be a signal
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property

@@ -159,13 +159,17 @@ def test_running_mean_std_is_that_of_all_data(script, offset):
 
 
 @pytest.mark.parametrize("script", [ppo, muesli], ids=["ppo", "muesli"])
-def test_constants_are_not_blown_up(script):
-    """Rounding errors of a constant are no noise, and zeros stay zero."""
+def test_constants_and_noise_are_not_blown_up(script):
+    """Rounding errors of a constant, components of noise; and zeros stay zero."""
     rms, data = script.RunningMeanStd(2), torch.tensor([0.1, 0.0]).repeat(1000, 1)
     data[::2] += torch.tensor([1e-8, 0.0])
     rms.update(data[:333])
     rms.update(data[333:])
     assert ((data - rms.mean) / rms.std).abs().max() < 1e-2 and rms.std[1] == 1
+    rms, data = script.RunningMeanStd(3), torch.randn(1000, 3).double() * torch.tensor([1, 1e-6, 5])
+    rms.update(data)
+    noise, one, five = (data / rms.std)[:, [1, 0, 2]].std(0)
+    assert noise < 2e-3 and one == pytest.approx(1, rel=0.01) and five == pytest.approx(1, rel=0.01)
 
 
 @pytest.mark.parametrize("unit", [1e-8, 1e8])
