@@ -18,10 +18,12 @@ import scores
 import speed
 import strip
 import tables
+from conftest import ROOT
 from matplotlib.image import imread
 from PIL import Image
 
 import muesli_cartpole as muesli
+import ppo_continuous as ppo
 
 
 @pytest.fixture
@@ -267,6 +269,12 @@ def test_agents_are_stripped_and_shown(call, tmp_path):
     assert "2 frames" in call(gallery, tmp_path / "a", *flags)
     assert Image.open(tmp_path / "x.webp").size == (60, 60)
     assert "no run in" in call(strip, tmp_path / "none", tmp_path / "c", status=2)
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "checkpoints").iterdir()), ids=lambda x: x.name)
+def test_agents_of_the_front_page_load(folder):
+    agent = ppo.load_agent(folder)
+    assert agent.args.env_id == folder.name and agent.obs_rms.count > 9e5
 
 
 def test_overview_and_ablations_are_drawn_from_the_tables_in_results(call, tmp_path):
