@@ -1,6 +1,7 @@
 """Trained agents side by side, as a looped animation for the front page.
 
-    MUJOCO_GL=egl python benchmarks/gallery.py runs/Humanoid-1 runs/Ant-1 --output agents.webp
+    MUJOCO_GL=egl python benchmarks/gallery.py runs/Humanoid-1 runs/Ant-1 --output agents.webp \\
+        --env-kwargs '{"camera_name": "track", "max_episode_steps": 330}'
 
 Each run's last video is shown; a run without one is evaluated with --capture-video first."""
 
@@ -28,15 +29,17 @@ class Args:
     fps: int = 15  # frames per second
     size: int = 200  # pixels of a tile
     columns: int = 4  # tiles in a row
-    quality: int = 55  # of WebP, 0 to 100
+    quality: int = 45  # of WebP, 0 to 100
+    env_kwargs: str | None = None  # of the evaluations
 
 
-def find_video(folder):
+def find_video(folder, env_kwargs):
     """A run's last video, which is recorded if there is none."""
     about = json.loads((folder / "args.json").read_text())
     if not list(folder.glob("videos/*.mp4")):
         words = [ROOT / f"{about['script']}.py", "--evaluate", folder, "--capture-video"]
         flag = "--test-trials" if about["script"] == "rl2_meta" else "--eval-episodes"
+        words += ["--env-kwargs", env_kwargs] if env_kwargs else []
         subprocess.run([sys.executable, *words, flag, "1"], check=True)
     return max(folder.glob("videos/*.mp4"), key=lambda path: path.stat().st_mtime)
 
@@ -45,7 +48,7 @@ def read_tiles(folder, args):
     """Square frames of a run, which begins anew where it is shorter than the loop."""
     name = json.loads((folder / "args.json").read_text())["env_id"].split("-v")[0]
     count = round(args.seconds * args.fps)
-    with VideoFileClip(str(find_video(folder))) as clip:
+    with VideoFileClip(str(find_video(folder, args.env_kwargs))) as clip:
         start = args.skip if clip.duration > 2 * args.skip else 0
         frames = clip.subclipped(start).iter_frames(fps=args.fps)
         tiles = [Image.fromarray(frame) for frame in islice(frames, count)]
