@@ -16,11 +16,8 @@ from torch import nn
 # Every script has its own.
 OWN = {"Agent", "Args", "make_env", "make_envs", "time_limit", "train"}
 OWN_OF = {
-    "muesli_cartpole": {
-        "RunningMeanStd",
-        "evaluate",
-        "main",
-    },  # one process, evaluations while training, no compiler
+    # One process, evaluations while training, no compiler.
+    "muesli_cartpole": {"RunningMeanStd", "evaluate", "main"},
     # Losses of trials, a preset for samplers, no compiler.
     "rl2_meta": {"compute_gradients", "evaluate", "parse_args", "mean_over_ranks"},
 }
