@@ -97,6 +97,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
+    debias_value: bool = True  # the critic's mean error goes into its last bias at once
 
     # Network
     share_network: bool = False  # one network for actor and critic, or one each [D13, D26]
@@ -166,8 +167,8 @@ PRESETS = {
     "historical": {  # CleanRL, openai/baselines
         "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "target_kl": None,
         "truncation_bootstrap": False, "recompute_adv": False, "norm_value": False,
-        "norm_reward": True, "clip_vloss": True, "learn_std": True, "log_std_init": 0.0,
-        "scale_actions": False, "gae_lambda": 0.95,
+        "debias_value": False, "norm_reward": True, "clip_vloss": True, "learn_std": True,
+        "log_std_init": 0.0, "scale_actions": False, "gae_lambda": 0.95,
     },
 }  # fmt: skip
 
@@ -616,6 +617,13 @@ def train(args, checkpoint=None):
                     bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values  # TD(lambda)
+                if args.debias_value:
+                    # A critic too high where the policy has not been draws it there, and the
+                    # optimizer takes hundreds of steps to lower it where all rewards are costs.
+                    error = mean_over_ranks(advantages.mean())
+                    values += error
+                    with torch.no_grad():
+                        agent.critic[-1].bias += error / std
                 if epoch == 0:
                     explained_variance = 1 - advantages.var() / returns.var()
                 if epoch == 0 and args.norm_value:
