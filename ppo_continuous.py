@@ -203,11 +203,7 @@ class KeepInfos(gym.Wrapper):
 def make_env(args, video_dir=None):
     """One environment with a flat observation, recorded to `video_dir`."""
     render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
-    try:
-        kwargs = {**json.loads(args.env_kwargs), **render}
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"env_kwargs {args.env_kwargs} is no JSON object: {error}") from error
-    env = gym_make(args.env_id, kwargs)
+    env = gym_make(args.env_id, args.env_kwargs, **render)
     check_env(env)
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
@@ -725,8 +721,12 @@ def evaluate(agent, global_step=0):
     return summary
 
 
-def gym_make(env_id, kwargs):
+def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
+    try:
+        kwargs = {**json.loads(env_kwargs), **more}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:

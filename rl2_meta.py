@@ -74,6 +74,7 @@ class Args:
 
     # Environment
     env_id: str = "Bandit"  # also TabularMDP, HalfCheetahDir, HalfCheetahVel, AntDir, Gymnasium's
+    env_kwargs: str = "{}"  # its keyword arguments as JSON: '{"gravity": -5}'
     task_sampler: str | None = None  # module:function(env, rng) that sets a task of a Gymnasium id
     num_arms: int = 5  # arms of a Bandit
     episodes_per_trial: int = 10  # n; only the first n count where episodes end early
@@ -736,8 +737,12 @@ RUNNERS = {
 }
 
 
-def gym_make(env_id, kwargs):
+def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
+    try:
+        kwargs = {**json.loads(env_kwargs), **more}
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:
@@ -786,7 +791,8 @@ def make_env(args, i, video_dir=None):
     """The i-th environment, with a flat observation, recorded to `video_dir`."""
     env_id, kwargs = RUNNERS.get(args.env_id, (args.env_id, {}))
     kwargs = kwargs | ({"render_mode": "rgb_array"} if args.capture_video else {})
-    env = gym_make(env_id, kwargs | {"max_episode_steps": args.episode_length})
+    kwargs |= {"max_episode_steps": args.episode_length}
+    env = gym_make(env_id, args.env_kwargs, **kwargs)
     if video_dir:
         n = args.episodes_per_trial
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode < n)

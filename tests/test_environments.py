@@ -73,7 +73,7 @@ def test_a_librarys_message_is_printed_whole(script, start, tmp_path):
     assert err == f"error: Theirs-v0: {words}\n" and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "muesli_cartpole"])
+@scripts
 @pytest.mark.parametrize(
     ("kwargs", "words"),
     [

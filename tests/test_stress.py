@@ -27,8 +27,9 @@ def train(module, kwargs, folder, **flags):
 @pytest.mark.parametrize(
     "variant",
     [
-        "plain", "rewards x 1e-08", "rewards x 1e+08", "observations x 1e-06",
-        "observations x 1e+06", "observations +1e4", "bounds 1e-3 and 1e3", "bounds 0 to 2",
+        "plain", "rewards x 1e-08", "rewards x 1e+08", "rewards -10", "rewards +10",
+        "observations x 1e-06", "observations x 1e+06", "observations +1e4",
+        "bounds 1e-3 and 1e3", "bounds 0 to 2",
     ],
 )  # fmt: skip
 def test_ppo_learns_in(variant, tmp_path):
