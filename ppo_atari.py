@@ -101,7 +101,6 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = False  # the critic learns returns over their running std
-    debias_value: bool = False  # the critic's mean error goes into its last bias at once
 
     # Network
     share_network: bool = True  # one network for actor and critic, or one each [D13, D21]
@@ -594,13 +593,6 @@ def train(args, checkpoint=None):
                     bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values  # TD(lambda)
-                if args.debias_value:
-                    # A critic too high where the policy has not been draws it there, and the
-                    # optimizer takes hundreds of steps to lower it where all rewards are costs.
-                    error = mean_over_ranks(advantages.mean())
-                    values += error
-                    with torch.no_grad():
-                        agent.critic[-1].bias += error / std
                 if epoch == 0:
                     explained_variance = 1 - advantages.var() / returns.var()
                 if epoch == 0 and args.norm_value:

@@ -104,7 +104,6 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    debias_value: bool = True  # the critic's mean error goes into its last bias at once
     privileged: bool = True  # training knows the task: regrets as rewards, critic sees it
     tabular: bool = True  # reward by arm or cell as input; MDP: policy row per state
 
@@ -611,13 +610,6 @@ def train(args, checkpoint=None):
             learned * counted, values, zeros, zeros[0], zeros[0], args.gamma, args.gae_lambda
         )
         returns = advantages + values  # TD(lambda)
-        if args.debias_value:
-            # A critic too high where the policy has not been draws it there, and the optimizer
-            # takes hundreds of steps to lower it where all rewards are costs.
-            error = mean_over_ranks(advantages[counted].mean())
-            values += error * counted
-            with torch.no_grad():
-                agent.critic[-1].bias += error / std
         explained_variance = 1 - advantages[counted].var() / returns[counted].var()
         if args.norm_value:
             agent.return_rms.update(returns)

@@ -346,8 +346,7 @@ def test_initial_rnn_is_orthogonal_with_chrono_memories(rnn, on):
 @pytest.mark.parametrize("gae_lambda", [0.0, 0.7, 1.0])
 def test_advantages_match_double_sum(gae_lambda, tmp_path):
     """Values flow across the ends of episodes; nothing follows a trial."""
-    flags = MDP | {"norm_value": False, "debias_value": False, "gamma": 0.9}
-    flags |= {"gae_lambda": gae_lambda}
+    flags = MDP | {"norm_value": False, "gamma": 0.9, "gae_lambda": gae_lambda}
     agent, batch = first_batch(tmp_path / "run", **flags)
     rewards = torch.cat([batch["inputs"][1:, :, -2], torch.zeros(1, 16)])
     values = torch.cat([batch["values"], torch.zeros(1, 16)])
