@@ -258,6 +258,26 @@ def stress():
         yield variant, *(f"{found[name]:.2f}" if name in found else "" for name in scripts)
 
 
+def growth():
+    """Steps/s and milliseconds of an iteration, with Gymnasium and with EnvPool on all cores."""
+    parts = ("simulation", "acting", "updates", "rest")
+    yield "environment", "environments x steps", "steps/s", "ratio", *(f"{x}, ms" for x in parts)
+    found = {}
+    for row in read_csv(RESULTS / "growth.csv"):
+        key = row["env_id"], f"{row['num_envs']} x {row['num_steps']}"
+        found.setdefault(key, {})[row["env_threads"]] = row
+    for key, rows in found.items():
+        pair = rows["-1"], rows["0"]
+        rates = [float(row["sps"]) for row in pair]
+        each = ([float(row[f"{name}_ms"]) for row in pair] for name in parts)
+        yield (
+            *key,
+            ", ".join(f"{x:,.0f}" for x in rates),
+            f"{rates[1] / rates[0]:.2f}",
+            *(", ".join(f"{x:.0f}" for x in pair) for pair in each),
+        )
+
+
 def write(name):
     """A table as Markdown."""
     heading, *lines = globals()[name]()
