@@ -4,7 +4,7 @@
     python benchmarks/report.py --check    only say which are out of date
 
 ± is the standard error over seeds, of one or two at least that over their episodes. ° marks seeds
-of the scripts before their rewrite (df2780b)."""
+of an earlier version of the script: see the column `version` of the CSVs."""
 
 import re
 from collections import defaultdict
@@ -64,11 +64,13 @@ def scores(name="scores.csv"):
             bare = "--preset none" in row["command"] or env_id not in PRESETS
             setting = "defaults" if bare else "preset"
             if (
-                row.get("version") == "2"
+                row.get("version")
                 and env_id.startswith("Inverted")
                 and "none" not in row["command"]
             ):
                 setting = "preset"
+        if "--envpool" in row["command"]:
+            setting += ", EnvPool"
         steps = float(row["global_step"])
         steps = f"{steps / 1e6:.0f} M" if steps > 9e5 else f"{round(steps, -4) / 1e3:.0f} k"
         groups[env_id, setting, steps].append(row)
@@ -88,7 +90,7 @@ def published(env_id, steps):
     return [f"{value:,g} ({name})" for value, name in sorted(found.values(), reverse=True)]
 
 
-def cells(rows):
+def cells(rows, current="2"):
     """Deterministic and sampled scores over seeds, and what is told of their spread."""
     evals = [float(row["eval_mean"]) for row in rows]
     stds = [float(row["eval_std"]) for row in rows]
@@ -96,7 +98,7 @@ def cells(rows):
     sampled_stds = [float(row["eval_sampled_std"]) for row in rows]
     episodes, digits = int(float(rows[0]["eval_episodes"])), int(max(map(abs, evals)) < 100)
     spread = [np.median(evals), interquartile_mean(evals), min(evals)]
-    old = sum(row.get("version") != "2" for row in rows)
+    old = sum(row.get("version") != current for row in rows)
     old = f", {old}°" if 0 < old < len(rows) else "°" * (old > 0)
     return [
         f"{len(rows)}{old}",
@@ -115,7 +117,7 @@ def front():
             if rows := groups.get((f"{env_id}-v5", setting, steps)):
                 name = env_id + (", preset" if setting == "preset" else "")
                 found = published(f"{env_id}-v5", steps)
-                yield name, steps, *cells(rows)[:3], found[0] if found else ""
+                yield name, steps, *cells(rows, "3")[:3], found[0] if found else ""
     for name in ("Breakout", "Pong", "BeamRider"):
         rows = [row for row in read_csv(RESULTS / "atari.csv") if row["env_id"] == name]
         rows = [
@@ -135,7 +137,7 @@ def ppo():
     groups = scores()
     for (env_id, setting, steps), rows in sorted(groups.items()):
         name = env_id + " continuous" * setting.startswith("continuous")
-        yield env_id, setting, steps, *cells(rows), "; ".join(published(name, steps)[:3])
+        yield env_id, setting, steps, *cells(rows, "3"), "; ".join(published(name, steps)[:3])
 
 
 def atari():
@@ -234,7 +236,8 @@ def details():
 
 
 def third_party():
-    yield "environment", "script", "steps", "random", "deterministic, each seed", "sampled"
+    yield "environment", "script", "steps", "random", "deterministic, each seed", "sampled", "others"
+    others = {row["env_id"]: row for row in read_csv(RESULTS / "published.csv")}
     random = {row["env_id"]: row for row in read_csv(RESULTS / "random.csv")}
     groups = defaultdict(list)
     for row in read_csv(RESULTS / "third_party.csv", "command"):
@@ -246,7 +249,9 @@ def third_party():
         chance = f"{float(random[env_id]['mean']):.3g}" if env_id in random else ""
         each = ", ".join(f"{x:.3g}" for x in evals)
         steps = f"{float(rows[0]['global_step']) / 1e3:.0f} k"
-        yield env_id.split(":")[1], script, steps, chance, each, f"{np.mean(sampled):.3g}"
+        cells = [env_id.split(":")[1], script, steps, chance, each, f"{np.mean(sampled):.3g}"]
+        other = others.get(env_id)
+        yield *cells, f"{other['value']} ({other['who']}, {other['steps']})" if other else ""
 
 
 def stress():
