@@ -236,7 +236,15 @@ def details():
 
 
 def third_party():
-    yield "environment", "script", "steps", "random", "deterministic, each seed", "sampled", "others"
+    yield (
+        "environment",
+        "script",
+        "steps",
+        "random",
+        "deterministic, each seed",
+        "sampled",
+        "others",
+    )
     others = {row["env_id"]: row for row in read_csv(RESULTS / "published.csv")}
     random = {row["env_id"]: row for row in read_csv(RESULTS / "random.csv")}
     groups = defaultdict(list)

@@ -98,8 +98,11 @@ RUNS = {  # environment: commands
     "gymnasium_robotics:PointMaze_UMazeDense-v3": [PPO],
     "highway_env:highway-fast-v0": [PPO.replace("200000", "5000").replace("50", "20")],
     "highway_env:parking-v0": [PPO.replace("200000", "41000").replace("50", "20")],
-    "third_party:Grid/Empty-Random-5x5-v0": [f"{PPO} --rnn lstm", MUESLI],
-    "third_party:Grid/DoorKey-5x5-v0": [f"{PPO} --rnn lstm", MUESLI],
+    "third_party:Grid/Empty-Random-5x5-v0": [
+        f"{PPO} --rnn lstm".replace("200000", "100000"),
+        MUESLI,
+    ],
+    "third_party:Grid/DoorKey-5x5-v0": [f"{PPO} --rnn lstm".replace("200000", "100000"), MUESLI],
     **{
         f"third_party:MinAtar/{game}-v0": [PPO, f"{MUESLI} --encoder cnn --total-timesteps 20000"]
         for game in ("asterix", "breakout", "freeway", "seaquest", "space_invaders")
