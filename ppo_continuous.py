@@ -97,7 +97,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    debias_value: bool = True  # the critic's mean error goes into its last bias at once
+    debias_value: bool = True  # a mean error above the returns' std goes into the critic's bias
 
     # Network
     share_network: bool = False  # one network for actor and critic, or one each [D13, D26]
@@ -613,10 +613,10 @@ def train(args, checkpoint=None):
                     bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values  # TD(lambda)
-                if args.debias_value:
-                    # A critic too high where the policy has not been draws it there, and the
-                    # optimizer takes hundreds of steps to lower it where all rewards are costs.
-                    error = mean_over_ranks(advantages.mean())
+                # A critic too high where the policy has not been draws it there. Where all rewards
+                # are costs it begins too high by many std, for more steps than a run may have.
+                error = mean_over_ranks(advantages.mean())
+                if args.debias_value and error.abs() > mean_over_ranks(returns.std()):
                     values += error
                     with torch.no_grad():
                         agent.critic[-1].bias += error / std
