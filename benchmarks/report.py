@@ -4,7 +4,7 @@
     python benchmarks/report.py --check    only say which are out of date
 
 ± is the standard error over seeds, of one or two at least that over their episodes. ° marks seeds
-of an earlier version of the script: see the column `version` of the CSVs."""
+of the scripts before their rewrite (df2780b)."""
 
 import re
 from collections import defaultdict
@@ -90,7 +90,7 @@ def published(env_id, steps):
     return [f"{value:,g} ({name})" for value, name in sorted(found.values(), reverse=True)]
 
 
-def cells(rows, current="2"):
+def cells(rows):
     """Deterministic and sampled scores over seeds, and what is told of their spread."""
     evals = [float(row["eval_mean"]) for row in rows]
     stds = [float(row["eval_std"]) for row in rows]
@@ -98,7 +98,7 @@ def cells(rows, current="2"):
     sampled_stds = [float(row["eval_sampled_std"]) for row in rows]
     episodes, digits = int(float(rows[0]["eval_episodes"])), int(max(map(abs, evals)) < 100)
     spread = [np.median(evals), interquartile_mean(evals), min(evals)]
-    old = sum(row.get("version") != current for row in rows)
+    old = sum(not row.get("version") for row in rows)
     old = f", {old}°" if 0 < old < len(rows) else "°" * (old > 0)
     return [
         f"{len(rows)}{old}",
@@ -117,7 +117,7 @@ def front():
             if rows := groups.get((f"{env_id}-v5", setting, steps)):
                 name = env_id + (", preset" if setting == "preset" else "")
                 found = published(f"{env_id}-v5", steps)
-                yield name, steps, *cells(rows, "3")[:3], found[0] if found else ""
+                yield name, steps, *cells(rows)[:3], found[0] if found else ""
     for name in ("Breakout", "Pong", "BeamRider"):
         rows = [row for row in read_csv(RESULTS / "atari.csv") if row["env_id"] == name]
         rows = [
@@ -137,7 +137,7 @@ def ppo():
     groups = scores()
     for (env_id, setting, steps), rows in sorted(groups.items()):
         name = env_id + " continuous" * setting.startswith("continuous")
-        yield env_id, setting, steps, *cells(rows, "3"), "; ".join(published(name, steps)[:3])
+        yield env_id, setting, steps, *cells(rows), "; ".join(published(name, steps)[:3])
 
 
 def atari():
