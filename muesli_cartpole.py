@@ -704,9 +704,12 @@ def evaluate(agent, global_step=0):
 def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
     try:
-        kwargs = {**json.loads(env_kwargs), **more}
+        kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
+    if both := kwargs.keys() & more.keys():
+        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
+    kwargs |= more
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:

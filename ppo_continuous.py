@@ -97,7 +97,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    debias_value: bool = True  # a mean error above the returns' std goes into the critic's bias
+    debias_value: bool = True  # add a mean error above the returns' std to the critic's bias
 
     # Network
     share_network: bool = False  # one network for actor and critic, or one each [D13, D26]
@@ -613,13 +613,15 @@ def train(args, checkpoint=None):
                     bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
                 )
                 returns = advantages + values  # TD(lambda)
-                # A critic too high where the policy has not been draws it there. Where all rewards
-                # are costs it begins too high by many std, for more steps than a run may have.
-                error = mean_over_ranks(advantages.mean())
-                if args.debias_value and error.abs() > mean_over_ranks(returns.std()):
-                    values += error
-                    with torch.no_grad():
-                        agent.critic[-1].bias += error / std
+                if args.debias_value:
+                    # Where all rewards are costs, a critic that begins at 0 overrates what the
+                    # policy has not seen, so it goes there, for longer than a run may take.
+                    stats = torch.stack([advantages.mean(), returns.std()])
+                    error, spread = mean_over_ranks(stats)
+                    if error.abs() > spread:
+                        values += error
+                        with torch.no_grad():
+                            agent.critic[-1].bias += error / std
                 if epoch == 0:
                     explained_variance = 1 - advantages.var() / returns.var()
                 if epoch == 0 and args.norm_value:
@@ -724,9 +726,12 @@ def evaluate(agent, global_step=0):
 def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
     try:
-        kwargs = {**json.loads(env_kwargs), **more}
+        kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
+    if both := kwargs.keys() & more.keys():
+        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
+    kwargs |= more
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:

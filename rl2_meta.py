@@ -143,6 +143,8 @@ class Args:
                 f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
                 f"{', '.join(families)}, or a Gymnasium id and a task_sampler"
             )
+        if self.env_kwargs != "{}" and self.env_id in families[:2]:
+            raise UsageError(f"env_kwargs: {self.env_id} takes none")
         if self.capture_video and self.env_id in families[:2]:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
 
@@ -732,9 +734,12 @@ RUNNERS = {
 def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
     try:
-        kwargs = {**json.loads(env_kwargs), **more}
+        kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
+    if both := kwargs.keys() & more.keys():
+        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
+    kwargs |= more
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:

@@ -60,7 +60,7 @@ class Args:
     csv: Path | None = (
         None  # table to write: global_step, seconds, episodic_return and y, 100 rows a run
     )
-    x: Literal["global_step", "seconds"] = "global_step"  # horizontal axis
+    x: Literal["global_step", "minutes"] = "global_step"  # horizontal axis
     y: str = "episodic_return"  # vertical axis: any scalar that the run logs
     label: Literal["exp_name", "folder"] = "exp_name"  # what tells lines apart
     each: bool = False  # a line for each seed, not their mean
@@ -70,6 +70,7 @@ def read_rows(path, label):
     """Rows of a run folder or of a kept table, each with its env_id, exp_name and seed."""
     rows = read_run(path) if path.is_dir() else read_csv(path)
     rows = [row for row in rows if None not in row.values()]  # a kill may cut one
+    rows = [row | {"minutes": float(row["seconds"]) / 60} for row in rows]
     if path.is_dir():
         about = json.loads((path / "args.json").read_text())
         if label == "folder":

@@ -255,11 +255,11 @@ def third_party():
         name = {"eval": "eval_mean", "sampled": "eval_sampled_mean"}
         evals, sampled = ([float(row[name[x]]) for row in rows] for x in ("eval", "sampled"))
         chance = f"{float(random[env_id]['mean']):.3g}" if env_id in random else ""
-        each = ", ".join(f"{x:.3g}" for x in evals)
+        each = ", ".join(f"{x:.4g}" for x in evals)
         steps = f"{float(rows[0]['global_step']) / 1e3:.0f} k"
-        cells = [env_id.split(":")[1], script, steps, chance, each, f"{np.mean(sampled):.3g}"]
+        line = [env_id.split(":")[1], script, steps, chance, each, f"{np.mean(sampled):.4g}"]
         other = others.get(env_id)
-        yield *cells, f"{other['value']} ({other['who']}, {other['steps']})" if other else ""
+        yield *line, f"{other['value']} ({other['who']}, {other['steps']})" if other else ""
 
 
 def stress():
@@ -280,6 +280,8 @@ def growth():
         key = row["env_id"], f"{row['num_envs']} x {row['num_steps']}"
         found.setdefault(key, {})[row["env_threads"]] = row
     for key, rows in found.items():
+        if not {"-1", "0"} <= set(rows):
+            continue
         pair = rows["-1"], rows["0"]
         rates = [float(row["sps"]) for row in pair]
         each = ([float(row[f"{name}_ms"]) for row in pair] for name in parts)

@@ -96,8 +96,12 @@ RUNS = {  # environment: commands
     "gymnasium_robotics:FetchReachDense-v4": [PPO.replace("200000", "41000")],
     "gymnasium_robotics:FetchReach-v4": [PPO.replace("200000", "41000")],
     "gymnasium_robotics:PointMaze_UMazeDense-v3": [PPO],
-    "highway_env:highway-fast-v0": [PPO.replace("200000", "5000").replace("50", "20")],
-    "highway_env:parking-v0": [PPO.replace("200000", "41000").replace("50", "20")],
+    "highway_env:highway-fast-v0": [
+        PPO.replace("200000", "5000").replace("episodes 50", "episodes 20")
+    ],
+    "highway_env:parking-v0": [
+        PPO.replace("200000", "41000").replace("episodes 50", "episodes 20")
+    ],
     "third_party:Grid/Empty-Random-5x5-v0": [
         f"{PPO} --rnn lstm".replace("200000", "100000"),
         MUESLI,

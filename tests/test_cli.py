@@ -97,6 +97,7 @@ HISTORICAL = {
         "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
         "learning_rate": 3e-4, "clip_coef": 0.2, "ent_coef": 0.0, "learn_std": True,
         "log_std_init": 0.0, "scale_actions": False, "norm_reward": True, "norm_obs": True,
+        "debias_value": False,
     },
 }  # fmt: skip
 
@@ -164,6 +165,7 @@ OWN = {
     "rl2_meta": [
         ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
         ("--task-sampler some:f", "env_id Bandit, task_sampler some:f: give one of"),
+        ("--env-kwargs {}x", "env_kwargs: Bandit takes none"),
         ("--task-sampler some:f --env-id CartPole-v1", "some:f: no such module:function"),
         ("--task-sampler json:f --env-id CartPole-v1", "json:f: no such module:function"),
         ("--task-sampler no.more:f --env-id CartPole-v1", "no.more:f: no such module:function"),

@@ -519,7 +519,7 @@ EFFECTS = [
     {"num_minibatches": 2}, {"update_epochs": 3}, {"norm_adv": False}, {"clip_coef": 0.001},
     {"anneal_clip": True, "clip_coef": 0.01}, {"clip_vloss": True, "clip_coef": 0.01},
     {"ent_coef": 0.1, "learn_std": True}, {"vf_coef": 0.1}, {"max_grad_norm": 0.0},
-    {"target_kl": 1e-7}, {"norm_value": False}, {"share_network": True}, {"hidden": (16, 17)},
+    {"target_kl": 1e-7}, {"norm_value": False}, {"debias_value": False}, {"share_network": True}, {"hidden": (16, 17)},
     {"activation": "relu"}, {"learn_std": True}, {"log_std_init": 0.0}, {"log_std_drop": 2.0},
     {"tanh_mean": True}, {"rnn": "gru"}, {"rnn": "lstm"}, {"rnn": "gru", "rnn_seq_len": 4},
     {"rnn": "gru", "rnn_reset": False}, {"scale_actions": False},

@@ -126,7 +126,8 @@ def test_first_minibatch_has_the_rollouts_policy_and_values(
     steps = 2 * args.num_minibatches
     if script == "ppo_continuous":
         biases = [bias.item() for *_, bias, _, _ in seen[::steps]]
-        assert biases[0] < 1e-5 and max(biases) <= 1  # begins at 0, with an error above the std
+        # It begins with an error above the std, which is corrected; smaller ones are not.
+        assert biases[0] < 1e-5 and 1e-3 < max(biases) <= 1
     for losses, error, *_ in seen[::steps]:
         assert abs(losses["old_approx_kl"]) < 1e-6 and losses["clipfrac"] == 0
         torch.testing.assert_close(losses["value_loss"], error, rtol=1e-3, atol=1e-6)

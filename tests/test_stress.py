@@ -27,13 +27,19 @@ def train(module, kwargs, folder, **flags):
 @pytest.mark.parametrize(
     "variant",
     [
-        "plain", "rewards x 1e-08", "rewards x 1e+08", "rewards -10", "rewards +10",
+        "plain", "rewards x 1e-08", "rewards x 1e+08", "rewards -10",
         "observations x 1e-06", "observations x 1e+06", "observations +1e4",
         "bounds 1e-3 and 1e3", "bounds 0 to 2",
     ],
 )  # fmt: skip
 def test_ppo_learns_in(variant, tmp_path):
     assert train(ppo, stress.VARIANTS[variant], tmp_path / "run", **PPO) > 0.7
+
+
+def test_a_critic_that_begins_too_high_misleads(tmp_path):
+    """What debias_value is for: with costs only, the policy is drawn to where it has not been."""
+    kwargs = stress.VARIANTS["rewards -10"]
+    assert train(ppo, kwargs, tmp_path / "run", debias_value=False, **PPO) < 0.3
 
 
 @pytest.mark.parametrize("variant", ["plain", "observations x 1e-06", "observations +1e4"])
