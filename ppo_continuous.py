@@ -530,7 +530,8 @@ def train(args, checkpoint=None):
         first_iteration = 0  # a rollout that only begins the statistics
 
     for iteration in range(first_iteration, num_iterations + 1):
-        read_live(args, optimizer, log, progress["global_step"])
+        if iteration > 0:
+            read_live(args, optimizer, log, progress["global_step"])
         remaining = 1 - (iteration - 1) / num_iterations
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:

@@ -787,8 +787,8 @@ def flatten(env):
 def make_env(args, i, video_dir=None):
     """The i-th environment, with a flat observation, recorded to `video_dir`."""
     env_id, kwargs = RUNNERS.get(args.env_id, (args.env_id, {}))
-    kwargs = kwargs | ({"render_mode": "rgb_array"} if args.capture_video else {})
-    kwargs |= {"max_episode_steps": args.episode_length}
+    render = {"render_mode": "rgb_array"} if args.capture_video else {}
+    kwargs = kwargs | render | {"max_episode_steps": args.episode_length}
     env = gym_make(env_id, args.env_kwargs, **kwargs)
     if video_dir:
         n = args.episodes_per_trial

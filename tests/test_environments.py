@@ -87,6 +87,16 @@ def test_wrong_keyword_arguments_are_one_sentence(script, kwargs, words, start, 
     assert words in err and err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
+@scripts
+def test_a_keyword_argument_reaches_the_environment(script, start):
+    class Refuses(Theirs):
+        def __init__(self, size):
+            raise ValueError(f"size {size}")
+
+    with pytest.raises(ValueError, match="size 7"):
+        start(script, Refuses, "--env-kwargs '{\"size\": 7}'")
+
+
 def test_a_keyword_argument_that_a_flag_sets_is_refused(start, tmp_path):
     _, err = start("rl2_meta", Theirs, "--env-kwargs '{\"max_episode_steps\": 5}'", status=2)
     assert err == "error: env_kwargs: max_episode_steps is set by other flags\n"
