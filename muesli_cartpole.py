@@ -104,7 +104,7 @@ class Args:
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
-    value_min: float = -2.0  # smallest value and reward of the heads
+    value_min: float = -220.0  # smallest value and reward of the heads, which begin at the middle
     value_max: float = 220.0  # largest value and reward
 
     # Speed
@@ -142,7 +142,10 @@ RANGES = {  # of other numbers: from 0, whole ones from 1
 }  # fmt: skip
 PRESETS = {
     "none": {},
-    "CartPole-v1": {"checkpoint_every": 500},  # episodes fit between two
+    "CartPole-v1": {
+        "checkpoint_every": 500,  # episodes fit between two
+        "value_min": -2.0,  # values begin at 60: too high, but here the end is to be avoided
+    },
     "Acrobot-v1": {
         "total_timesteps": 200_000, "train_frequency": 4, "eval_frequency": 20_000,
         "stop_early": False, "stop_return": -90.0, "gamma": 0.99,

@@ -74,7 +74,7 @@ def test_two_hot_mean():
     assert ((weights > 1e-6).sum(-1) <= 2).all() and (weights >= 0).all()
 
 
-@pytest.mark.parametrize(("low", "high", "bins"), [(-2, 220, 51), (-120, 2, 51), (0, 1, 3)])
+@pytest.mark.parametrize(("low", "high", "bins"), [(-2, 220, 51), (-220, 220, 51), (0, 1, 3)])
 def test_support_holds_bounds_and_zero(low, high, bins):
     agent = small_agent(small_args(value_min=low, value_max=high, num_bins=bins))
     assert len(agent.support) == bins and (agent.support == 0).sum() == 1
@@ -83,6 +83,14 @@ def test_support_holds_bounds_and_zero(low, high, bins):
     value = torch.tensor([low, 0, 0.4 * low + 0.6 * high])  # a head that is right tells these
     logits = (muesli.two_hot(muesli.signed_hyperbolic(value), agent.support) + 1e-12).log()
     torch.testing.assert_close(agent.scalar(logits), value, rtol=1e-3, atol=1e-3)
+
+
+def test_untrained_values_are_zero():
+    """Higher ones would make every end, and so every goal, worse than going on."""
+    spaces = {"single_observation_space": Box(-1, 1, (6,)), "single_action_space": Discrete(3)}
+    agent = muesli.Agent(SimpleNamespace(**spaces), muesli.Args())
+    _, values, rewards = agent.online(torch.randn(4, 6), torch.tensor([[0, 1, 2, 0]]))
+    assert agent.scalar(values).abs().max() < 0.5 and agent.scalar(rewards).abs().max() < 0.5
 
 
 # --------------------------------------------------------------------------------------------- cmpo
