@@ -154,7 +154,7 @@ def test_retrace_matches_double_sum():
     [
         {}, {"retrace_lambda": 0.5}, {"retrace": False}, {"prior_behavior": 0.4},
         {"prior_uniform": 0.4}, {"norm_adv_decay": 0.5}, {"norm_adv": False},
-        {"gamma": 0.7, "cmpo_clip": 3.0},
+        {"gamma": 0.7, "cmpo_clip": 3.0}, {"center_adv": False},
     ],
     ids=lambda flags: next(iter(flags), "default"),
 )  # fmt: skip
@@ -196,10 +196,14 @@ def test_targets_match_plain_loop(flags):
     for t, b in product(*map(range, grid.shape)):
         grid[t, b] = expected_return(t, b)
     advantages, alive = grid - v_hat[:-1], batch["last"][: args.seq_len] == 0
+    baseline = v_hat
+    if args.center_adv:
+        advantages -= advantages[: args.seq_len][alive].mean()
+        baseline = (prior * q_hat).sum(-1)
     moment, decay = advantages[: args.seq_len][alive].square().mean(), args.norm_adv_decay
     moment = (decay * 0.1 + (1 - decay) * moment) / (1 - 0.6 * decay)
     scale = moment.rsqrt() if args.norm_adv else 1.0
-    gains = scale * (q_hat - v_hat.unsqueeze(-1))
+    gains = scale * (q_hat - baseline.unsqueeze(-1))
     gains = gains.clamp(-args.cmpo_clip, args.cmpo_clip).exp()
     assert gains.unique().numel() > 50
     expected = {
