@@ -42,7 +42,9 @@ def test_a_critic_that_begins_too_high_misleads(tmp_path):
     assert train(ppo, kwargs, tmp_path / "run", debias_value=False, **PPO) < 0.3
 
 
-@pytest.mark.parametrize("variant", ["plain", "observations x 1e-06", "observations +1e4"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "rewards -1", "rewards +1", "observations x 1e-06", "observations +1e4"]
+)
 def test_muesli_learns_in(variant, tmp_path):
     kwargs = stress.VARIANTS[variant] | {"discrete": True}
     assert train(muesli, kwargs, tmp_path / "run", **MUESLI, eval_episodes=10) > 0.5
