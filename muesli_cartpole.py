@@ -96,8 +96,8 @@ class Args:
     value_coef: float = 0.25  # weight of the value loss
     reward_coef: float = 1.0  # weight of the reward loss
     detach_ratio: bool = True  # off: no gradient where the ratio exceeds 1
+    center_adv: bool = True  # subtract what all advantages have in common; off: the paper (4.5)
     norm_adv: bool = True  # divide advantages by their root mean square (4.5)
-    center_adv: bool = True  # and subtract their mean before; off: the paper (4.5)
     norm_adv_decay: float = 0.99  # decay of that running mean per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior (F.2)
     prior_uniform: float = 0.003  # share of the uniform policy, in acting too (F.2)
@@ -445,14 +445,15 @@ def make_targets(agent, batch):
     returns = retrace(batch["rewards"], discounts, expected_q, q_taken, traces)
 
     # Advantages over the root of their second moment (4.5)
-    roots, baseline, scale = slice(args.seq_len), v_hat, 1.0
-    advantages, acts = returns - v_hat[:-1], 1 - batch["last"][roots]
+    advantages, baseline, scale = returns - v_hat[:-1], v_hat, 1.0
+    roots = slice(args.seq_len)
+    alive = 1 - batch["last"][roots]
     if args.center_adv:  # where values are too low or too high, all actions look good or bad
-        advantages = advantages - masked_mean(advantages[roots], acts)
+        advantages = advantages - masked_mean(advantages[roots], alive)
         baseline = expected_q
     if args.norm_adv:
         beta = args.norm_adv_decay
-        moment = masked_mean(advantages[roots].square(), acts)
+        moment = masked_mean(advantages[roots].square(), alive)
         agent.adv_sq.lerp_(moment, 1 - beta)
         agent.beta_product *= beta
         scale = (agent.adv_sq / (1 - agent.beta_product) + 1e-12).rsqrt()

@@ -74,7 +74,9 @@ def test_two_hot_mean():
     assert ((weights > 1e-6).sum(-1) <= 2).all() and (weights >= 0).all()
 
 
-@pytest.mark.parametrize(("low", "high", "bins"), [(-2, 220, 51), (-220, 220, 51), (0, 1, 3)])
+@pytest.mark.parametrize(
+    ("low", "high", "bins"), [(-2, 220, 51), (-220, 220, 51), (-120, 2, 51), (0, 1, 3)]
+)
 def test_support_holds_bounds_and_zero(low, high, bins):
     agent = small_agent(small_args(value_min=low, value_max=high, num_bins=bins))
     assert len(agent.support) == bins and (agent.support == 0).sum() == 1
