@@ -8,6 +8,7 @@ from functools import cache, partial
 
 import ablations
 import adaptation
+import falls
 import gallery
 import numpy as np
 import plot
@@ -269,6 +270,20 @@ def test_agents_are_stripped_and_shown(call, tmp_path):
     assert "2 frames" in call(gallery, tmp_path / "a", *flags)
     assert Image.open(tmp_path / "x.webp").size == (60, 60)
     assert "no run in" in call(strip, tmp_path / "none", tmp_path / "c", status=2)
+
+
+def test_how_walkers_fall(call, tmp_path):
+    """Who does not fall plays 1000 steps, and a return is what its steps got."""
+    table, folder = tmp_path / "falls.csv", ROOT / "checkpoints" / "Hopper-v5"
+    call(falls, folder, "--csv", table, "--episodes", 3)
+    greedy, sampled = [
+        {k: float(v or "nan") for k, v in list(x.items())[3:]} for x in tables.read_csv(table)
+    ]
+    assert greedy != sampled
+    for row in (greedy, sampled):
+        assert row["return"] == pytest.approx(row["length"] * row["reward_per_step"])
+        assert (row["fell"] == 0) == (row["length"] == 1000)
+    assert "not of Hopper" in call(falls, ROOT / "checkpoints" / "Ant-v5", "--csv", table, status=2)
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "checkpoints").iterdir()), ids=lambda x: x.name)
