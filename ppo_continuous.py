@@ -158,6 +158,9 @@ PRESETS = {
     "InvertedPendulum-v5": {"tanh_mean": True},
     "InvertedDoublePendulum-v5": {"tanh_mean": True},
     "LunarLander-v3": {"ent_coef": 0.01},
+    "LunarLanderContinuous-v3": {
+        "num_steps": 256, "num_minibatches": 64, "gamma": 0.999, "gae_lambda": 0.98,
+    },
     "MountainCarContinuous-v0": {"log_std_init": 0.5},
     "Swimmer-v5": {
         "num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
