@@ -21,10 +21,15 @@ from tables import UsageError, read_csv, run
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 PAGES = (HERE.parent / "README.md", *sorted(HERE.glob("*.md")))
-PRESETS = ("Ant-v5", "LunarLander-v3", "MountainCarContinuous-v0", "Swimmer-v5")
+PRESETS = (
+    "Ant-v5",
+    "LunarLander-v3",
+    "LunarLanderContinuous-v3",
+    "MountainCarContinuous-v0",
+    "Swimmer-v5",
+)
 # exp_name: setting, where it is not that of the name
-SETTINGS = {"tanh": "preset", "bounded": "preset"}
-SETTINGS |= {"far-sighted": "continuous, far-sighted", "v4": "historical"}
+SETTINGS = {"tanh": "preset", "bounded": "preset", "v4": "historical"}
 
 
 @dataclass
@@ -136,8 +141,7 @@ def ppo():
     )  # fmt: skip
     groups = scores()
     for (env_id, setting, steps), rows in sorted(groups.items()):
-        name = env_id + " continuous" * setting.startswith("continuous")
-        yield env_id, setting, steps, *cells(rows), "; ".join(published(name, steps)[:3])
+        yield env_id, setting, steps, *cells(rows), "; ".join(published(env_id, steps)[:3])
 
 
 def atari():
