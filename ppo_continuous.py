@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -1025,6 +1025,10 @@ def parse_args():
 
 def main():
     sys.path.append(os.getcwd())  # for --env-id module:Env-v0
+    with contextlib.suppress(Exception):  # each of MuJoCo's warnings once, not per environment
+        import mujoco
+
+        mujoco.set_mju_user_warning(cache(lambda text: print(text, file=sys.stderr)))
     try:
         args, checkpoint = parse_args()
         if args.evaluate is None:

@@ -426,3 +426,11 @@ def test_ctrl_c_before_the_training(main, monkeypatch):
     monkeypatch.setattr(module, "Agent", lambda *_: signal.raise_signal(signal.SIGINT))
     _, err = main("ppo_continuous", f"{SHORT['ppo_continuous']} --run-dir run", status=130)
     assert "Traceback" not in err
+
+
+def test_mujoco_warns_once_and_into_no_file(tmp_path):
+    """Not once for each of the environments."""
+    flags = "--env-id HalfCheetah-v5 --num-envs 3 --total-timesteps 200 --no-compile"
+    flags += """ --env-kwargs '{"max_episode_steps": 20}' --eval-episodes 1 --run-dir run"""
+    _, err = run_python(f"{ROOT / 'ppo_continuous.py'} {flags}", tmp_path)
+    assert err.count("settotalmass") <= 1 and not (tmp_path / "MUJOCO_LOG.TXT").exists()
