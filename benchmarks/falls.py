@@ -2,7 +2,8 @@
 
     python benchmarks/falls.py runs/Hopper-* --csv benchmarks/results/falls.csv
 
-Hopper and Walker2d: observation 0 is the torso's height, 1 its angle (radians, positive: ahead)."""
+Observation 1 is the torso's angle in radians, positive ahead. Hopper and Walker2d end where they
+fall; HalfCheetah goes on, and has fallen if it ends upside down."""
 
 import json
 import sys
@@ -28,8 +29,8 @@ class Args:
 def play(folder, greedy, episodes):
     """A row: the first episodes of as many environments."""
     agent = ppo.load_agent(folder)
-    if agent.args.env_id.split("-")[0] not in ("Hopper", "Walker2d"):
-        raise UsageError(f"{folder} is of {agent.args.env_id}, not of Hopper or Walker2d")
+    if agent.args.env_id.split("-")[0] not in ("HalfCheetah", "Hopper", "Walker2d"):
+        raise UsageError(f"{folder} is of {agent.args.env_id}, which has no torso's angle")
     envs = ppo.make_envs(agent.args, episodes)
     obs, infos = ppo.reset(envs, 0)
     state, begins = torch.zeros(0, episodes, 64), torch.ones(episodes)
@@ -44,13 +45,15 @@ def play(folder, greedy, episodes):
         obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
         returns += reward * playing
         lengths += playing
-        for i in np.flatnonzero(terminated & playing):
-            fell[i], angles[i] = True, infos["final_obs"][i][1]
+        for i in np.flatnonzero((terminated | truncated) & playing):
+            angles[i] = infos["final_obs"][i][1]
+            fell[i] = terminated[i] or np.cos(angles[i]) < 0
         playing &= ~(terminated | truncated)
     return {
         "env_id": agent.args.env_id, "seed": agent.args.seed,
         "actions": "deterministic" if greedy else "sampled", "episodes": episodes,
         "return": returns.mean(), "length": lengths.mean(), "fell": fell.mean(),
+        "return_without_fall": "" if fell.all() else returns[~fell].mean(),
         "fell_ahead": np.mean(angles[fell] > 0) if fell.any() else "",
         "fell_in_first_100": np.mean(fell & (lengths <= 100)),
         "reward_per_step": returns.sum() / lengths.sum(), "beyond_bounds": np.mean(beyond),
