@@ -36,7 +36,7 @@ def play(folder, greedy, episodes):
     state, begins = torch.zeros(0, episodes, 64), torch.ones(episodes)
     playing, fell = np.ones(episodes, bool), np.zeros(episodes, bool)
     returns, lengths, angles = np.zeros((3, episodes))
-    beyond = []  # share of an action's components whose mean is beyond the bounds
+    beyond = []  # share of an action's components outside the bounds
     while playing.any():
         with torch.no_grad():
             inputs = torch.from_numpy(obs), state, begins, agent.read_mask(infos, episodes)
