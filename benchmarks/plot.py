@@ -190,22 +190,22 @@ def draw_overview(path):
     figure = Figure(figsize=(WIDTH, 5.4), layout="constrained")
     axes = figure.subplots(2, 3).flat
     for axis, (title, (table, y, env_ids)) in zip(axes, OVERVIEW.items(), strict=False):
-        curves = read_curves([RESULTS / table], y=y)
+        curves, labels = read_curves([RESULTS / table], y=y), []
         for i, env_id in enumerate(env_ids):
             about = next(key[:2] for key in curves if key[0] == env_id)  # the first exp_name
             seeds = [new_values(curve, y) for key, curve in curves.items() if key[:2] == about]
             style = {"color": f"C{i}", "ls": STYLES[i % len(STYLES)]}
-            name = env_id.split("-")[0]
             draw_line(axis, seeds, y=y, **style)
-            if len(env_ids) > 1:  # at the end of its line
-                end = np.mean([x[y][-1] for x in seeds])
-                at = 1.03 * seeds[0]["global_step"][-1], end
-                axis.annotate(name, at, color=style["color"], va="center", fontsize=9)
+            labels.append((np.mean([x[y][-1] for x in seeds]), env_id.split("-")[0], f"C{i}"))
             if len(env_ids) == 1 and y == "episodic_return":
                 draw_published(axis, env_id, max(x["global_step"][-1] for x in seeds))
         axis.set(title=title, ylabel=NAMES[y])
         if len(env_ids) > 1:
-            axis.set_xlim(0, 1.65 * seeds[0]["global_step"][-1])
+            last, height = seeds[0]["global_step"][-1], -np.inf
+            axis.set_xlim(0, 1.65 * last)
+            for end, name, color in sorted(labels):  # at the ends of the lines, a letter apart
+                height = max(end, height + 0.07 * np.ptp(axis.get_ylim()))
+                axis.annotate(name, (1.03 * last, height), color=color, va="center", fontsize=9)
         axis.xaxis.set_major_formatter(EngFormatter(sep=""))
         axis.grid(alpha=0.3)
         if axis.get_legend_handles_labels()[1]:
