@@ -30,7 +30,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -710,6 +710,12 @@ def evaluate(agent, global_step=0):
     return summary
 
 
+@cache
+def show_once(warning):
+    """MuJoCo's, which else come once per environment, and into a file."""
+    print(warning, file=sys.stderr)
+
+
 def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
     try:
@@ -719,6 +725,10 @@ def gym_make(env_id, env_kwargs, **more):
     if both := kwargs.keys() & more.keys():
         raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
     kwargs |= more
+    with contextlib.suppress(Exception):
+        import mujoco
+
+        mujoco.set_mju_user_warning(show_once)
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:

@@ -727,6 +727,12 @@ def evaluate(agent, global_step=0):
     return summary
 
 
+@cache
+def show_once(warning):
+    """MuJoCo's, which else come once per environment, and into a file."""
+    print(warning, file=sys.stderr)
+
+
 def gym_make(env_id, env_kwargs, **more):
     """gym.make, for which a wrong id or argument is a UsageError."""
     try:
@@ -736,6 +742,10 @@ def gym_make(env_id, env_kwargs, **more):
     if both := kwargs.keys() & more.keys():
         raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
     kwargs |= more
+    with contextlib.suppress(Exception):
+        import mujoco
+
+        mujoco.set_mju_user_warning(show_once)
     # How Python names what was typed. Other errors are faults in the environment's own code.
     wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
     try:
@@ -1025,10 +1035,6 @@ def parse_args():
 
 def main():
     sys.path.append(os.getcwd())  # for --env-id module:Env-v0
-    with contextlib.suppress(Exception):  # each of MuJoCo's warnings once, not per environment
-        import mujoco
-
-        mujoco.set_mju_user_warning(cache(lambda text: print(text, file=sys.stderr)))
     try:
         args, checkpoint = parse_args()
         if args.evaluate is None:

@@ -16,7 +16,6 @@ from torch import nn
 # Every script has its own.
 OWN = {"Agent", "Args", "make_env", "make_envs", "time_limit", "train"}
 OWN_OF = {
-    "ppo_atari": {"main"},  # without MuJoCo and its warnings
     # One process, evaluations while training, no compiler.
     "muesli_cartpole": {"RunningMeanStd", "evaluate", "main"},
     # Losses of trials, a preset for samplers, no compiler.
