@@ -162,6 +162,7 @@ PRESETS = {
         "num_steps": 256, "num_minibatches": 64, "gamma": 0.999, "gae_lambda": 0.98,
     },
     "MountainCarContinuous-v0": {"log_std_init": 0.5},
+    "Reacher-v5": {"log_std_drop": 2.0},
     "Swimmer-v5": {
         "num_envs": 4, "num_steps": 1024, "learning_rate": 6e-4, "gamma": 0.9999,
         "gae_lambda": 0.98, "target_kl": None, "learn_std": True, "log_std_init": 0.0,
