@@ -26,6 +26,7 @@ PRESETS = (
     "LunarLander-v3",
     "LunarLanderContinuous-v3",
     "MountainCarContinuous-v0",
+    "Reacher-v5",
     "Swimmer-v5",
 )
 # exp_name: setting, where it is not that of the name
@@ -117,7 +118,7 @@ def front():
     yield "environment", "steps", "seeds", "deterministic", "sampled", "published"
     groups = scores()
     for env_id in ("HalfCheetah", "Walker2d", "Hopper", "Ant", "Humanoid", "Swimmer", "Reacher"):
-        setting = "preset" if env_id in ("Ant", "Swimmer") else "defaults"
+        setting = "preset" if f"{env_id}-v5" in PRESETS else "defaults"
         for steps in ("1 M", "3 M"):
             if rows := groups.get((f"{env_id}-v5", setting, steps)):
                 name = env_id + (", preset" if setting == "preset" else "")
