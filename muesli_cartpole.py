@@ -153,9 +153,8 @@ PRESETS = {
         "value_min": -120.0, "value_max": 2.0,
     },
     "LunarLander-v3": {
-        "total_timesteps": 500_000, "train_frequency": 4, "eval_frequency": 50_000,
-        "stop_early": False, "gamma": 0.997, "value_min": -400.0, "value_max": 400.0,
-        "head_size": 128, "tau": 0.1,
+        "total_timesteps": 300_000, "eval_frequency": 50_000, "stop_early": False,
+        "gamma": 0.997, "value_min": -400.0, "value_max": 400.0, "head_size": 128, "tau": 0.1,
     },
 }  # fmt: skip
 

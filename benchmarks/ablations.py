@@ -39,7 +39,7 @@ class Study:
 MUJOCO = dict.fromkeys(("HalfCheetah-v5", "Hopper-v5", "Walker2d-v5"), "")
 STUDIES = {
     "ablations": Study(
-        "muesli_cartpole.py",
+        "muesli_cartpole.py --train-frequency 4",
         "learned",
         {"LunarLander-v3": "--total-timesteps 150000 --eval-frequency 15000 --tau 0.03"},
         {

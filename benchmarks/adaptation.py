@@ -24,6 +24,7 @@ from tables import (
     STYLES,
     WIDTH,
     UsageError,
+    count_seeds,
     over_seeds,
     read_csv,
     run,
@@ -115,7 +116,7 @@ def table(settings, references):
         lines.append(
             [
                 str(setting),
-                str(len(runs)),
+                count_seeds(runs),
                 over_seeds(greedy, digits),
                 over_seeds(sampled, digits),
                 *(cells.get(column, "-") for column in COLUMNS),

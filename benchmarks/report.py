@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 from adaptation import group as rl2_settings
 from adaptation import table as rl2_table
-from tables import UsageError, read_csv, run
+from tables import UsageError, count_seeds, read_csv, run
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -104,10 +104,8 @@ def cells(rows):
     sampled_stds = [float(row["eval_sampled_std"]) for row in rows]
     episodes, digits = int(float(rows[0]["eval_episodes"])), int(max(map(abs, evals)) < 100)
     spread = [np.median(evals), interquartile_mean(evals), min(evals)]
-    old = sum(not row.get("version") for row in rows)
-    old = f", {old}°" if 0 < old < len(rows) else "°" * (old > 0)
     return [
-        f"{len(rows)}{old}",
+        count_seeds(rows),
         with_error(evals, stds, episodes, digits),
         with_error(sampled, sampled_stds, episodes, digits),
         *(number(x, digits) for x in spread),

@@ -93,6 +93,12 @@ def over_seeds(values, digits=0):
     return f"{np.mean(values):.{digits}f}{std}"
 
 
+def count_seeds(rows):
+    """How many; ° counts those of the scripts before their rewrite, which have no version."""
+    old = sum(not row.get("version") for row in rows)
+    return f"{len(rows)}" + (f", {old}°" if 0 < old < len(rows) else "°" * (old > 0))
+
+
 def save_figure(figure, path):
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
