@@ -118,7 +118,9 @@ def front():
     for env_id in ("HalfCheetah", "Walker2d", "Hopper", "Ant", "Humanoid", "Swimmer", "Reacher"):
         setting = "preset" if f"{env_id}-v5" in PRESETS else "defaults"
         for steps in ("1 M", "3 M"):
-            if rows := groups.get((f"{env_id}-v5", setting, steps)):
+            rows = groups.get((f"{env_id}-v5", setting, steps))
+            rows = rows or groups.get((f"{env_id}-v5", f"{setting}, EnvPool", steps))
+            if rows:
                 name = env_id + (", preset" if setting == "preset" else "")
                 found = published(f"{env_id}-v5", steps)
                 yield name, steps, *cells(rows)[:3], found[0] if found else ""
