@@ -15,7 +15,8 @@ bootstrap from; A actions, H units of a latent state, S atoms of a value or rewa
 v_hat, q_hat, r_hat are the target network's; pi_prior is its policy, mixed with others.
 Tags: (7) to (14) are equations, (2), (4.3) to (4.5), (5), (F.1), (F.2) sections of the paper.
 Unlike the paper's agent: small MLPs, not a ResNet and an LSTM; normalized observations; a
-smaller replay; expectations over all actions, not 16 samples of them (--cmpo sampled: as there).
+smaller replay; centered advantages; expectations over all actions, not 16 samples of them
+(--cmpo sampled: 16 for the regularizer).
 """
 
 import contextlib
@@ -31,6 +32,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -76,7 +78,7 @@ class Args:
     learning_rate: float = 1e-3  # of AdamW; usable from 1e-4 to 3e-3
     anneal_lr: bool = True  # linearly to 0
     weight_decay: float = 0.0  # AdamW's, per unit of learning rate
-    clip_update: float = 1.0  # clip Adam's normalized update elementwise (F.1); 0: off
+    clip_update: float = 1.0  # largest step of a weight per learning rate (F.1); 0: off
     gamma: float = 0.995  # discount factor
     tau: float = 0.03  # target network's step to the online one, per update
     seq_len: int = 16  # L, roots of a sequence: the model unrolls from each
@@ -105,7 +107,7 @@ class Args:
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
-    value_min: float = -220.0  # smallest value and reward of the heads, which begin at the middle
+    value_min: float = -220.0  # smallest value and reward; heads begin at the middle of h(range)
     value_max: float = 220.0  # largest value and reward
 
     # Speed
@@ -131,6 +133,8 @@ class Args:
             raise UsageError(f"buffer_size and total_timesteps: at least {least} steps")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UsageError("one process trains: start it with python, not torchrun")
+        if self.capture_video:
+            check_video(make_env(self))
 
 
 RANGES = {  # of other numbers: from 0, whole ones from 1
@@ -145,7 +149,7 @@ PRESETS = {
     "none": {},
     "CartPole-v1": {
         "checkpoint_every": 500,  # episodes fit between two
-        "value_min": -2.0,  # values begin at 60: too high, but here the end is to be avoided
+        "value_min": -2.0,  # untrained values are near 60: any end looks bad, as it is here
     },
     "Acrobot-v1": {
         "total_timesteps": 200_000, "train_frequency": 4, "eval_frequency": 20_000,
@@ -176,9 +180,10 @@ class DropInfos(gym.Wrapper):
 
 def make_env(args, video_dir=None):
     """One environment, of vectors or for a CNN of images, recorded to `video_dir`."""
-    render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
+    render = {"render_mode": "rgb_array"} if args.capture_video else {}
     env = gym_make(args.env_id, args.env_kwargs, **render)
-    check_env(env)
+    if check_env(env):
+        show_once("info['action_mask'] is not used here: all actions stay possible")
     if video_dir:
         env = gym.wrappers.RecordVideo(env, video_dir, lambda episode: episode == 0)
     return DropInfos(flatten(env) if args.encoder == "mlp" else env)
@@ -195,8 +200,10 @@ def make_envs(args, num_envs, video_dir=None):
     obs_space, action_space = envs.single_observation_space, envs.single_action_space
     if not isinstance(action_space, Discrete):
         raise UsageError(f"{args.env_id}: {action_space} is not Discrete: use ppo_continuous.py")
-    if args.encoder == "cnn" and (not isinstance(obs_space, Box) or len(obs_space.shape) != 3):
-        raise UsageError(f"{args.env_id}: {obs_space} does not fit the encoder cnn")
+    if args.encoder == "cnn":
+        image = isinstance(obs_space, Box) and len(obs_space.shape) == 3
+        if not image or min(obs_space.shape[:2]) < 3:
+            raise UsageError(f"{args.env_id}: {obs_space} does not fit the encoder cnn")
     return gym.wrappers.vector.RecordEpisodeStatistics(envs)
 
 
@@ -279,8 +286,9 @@ def signed_hyperbolic(x):
 
 
 def signed_parabolic(y):
-    """The inverse of signed_hyperbolic."""
-    return y.sign() * ((((1 + 4e-3 * (y.abs() + 1 + 1e-3)).sqrt() - 1) / 2e-3).square() - 1)
+    """The inverse of signed_hyperbolic, without a difference that cancels: float32 is exact."""
+    x = y.abs() + 1 + 1e-3
+    return y.sign() * ((2 * x / (1 + (1 + 4e-3 * x).sqrt())).square() - 1)
 
 
 def two_hot(x, support):
@@ -575,7 +583,7 @@ def train(args, checkpoint=None):
     losses, warned = [], False
 
     while global_step < args.total_timesteps:
-        if args.stop_early and "solved_at" in progress:
+        if args.stop_early and solved_at(evaluations, stop_return):
             break
         iteration, before = iteration + 1, global_step
 
@@ -640,12 +648,11 @@ def train(args, checkpoint=None):
             tqdm.write(f"step {global_step}: deterministic return {mean_return:.6g}")
             log.writer.add_scalar("charts/greedy_return", mean_return, global_step)
             evaluations.append([global_step, mean_return])
-            if len(evaluations) > 1 and min(x for _, x in evaluations[-2:]) >= stop_return:
-                progress.setdefault("solved_at", evaluations[-2][0])
 
         # Log and save
         save = iteration % checkpoint_every == 0
-        if losses and (save or global_step // 500 > before // 500):
+        end = global_step >= args.total_timesteps
+        if losses and (save or end or global_step // 500 > before // 500):
             seconds = time.perf_counter() - last_time
             progress["seconds"] += seconds
             means = {
@@ -654,19 +661,27 @@ def train(args, checkpoint=None):
             log.write(progress, optimizer, means, (global_step - last_step) / seconds)
             losses, last_step, last_time = [], global_step, last_time + seconds
             if means["clipped_targets"] > 0 and not warned:
-                tqdm.write("targets beyond value_min or value_max are clipped")
+                tqdm.write("targets are clipped: a new run needs a wider value_min and value_max")
                 warned = True
         if save:
             log.save(saved, progress)
 
     envs.close()
     log.save(saved, progress)
-    if "solved_at" in progress:
-        print(f"solved at {progress['solved_at']} steps: {stop_return} in two evaluations")
-    return log.finish(agent, progress, solved_at=progress.get("solved_at"))
+    solved = solved_at(evaluations, stop_return)
+    if solved:
+        print(f"solved at {solved} steps: {stop_return} in two evaluations")
+    return log.finish(agent, progress, solved_at=solved)
 
 
 # ----------- bookkeeping from here: nothing below is needed to understand the algorithm
+
+
+def solved_at(evaluations, stop_return):
+    """Steps of the first of two evaluations in a row that reach `stop_return`, or None."""
+    for (steps, first), (_, second) in pairwise(evaluations):
+        if min(first, second) >= stop_return:
+            return steps
 
 
 @torch.no_grad()
@@ -741,7 +756,9 @@ def gym_make(env_id, env_kwargs, **more):
 
 
 def check_env(env):
-    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say.
+
+    Returns whether actions are masked."""
     while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
         env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
 
@@ -755,10 +772,22 @@ def check_env(env):
         return returned
 
     obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
-    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
-        return  # what is sampled may be forbidden
-    env.action_space.seed(0)
-    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
+    masked = "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs)
+    if not masked:  # else what is sampled may be forbidden
+        env.action_space.seed(0)
+        after = "obs, reward, terminated, truncated, info"
+        check("step", env.step(env.action_space.sample()), after)
+    return masked
+
+
+def check_video(env):
+    """Raise UsageError where a recording would fail, which comes after the training."""
+    try:
+        env.unwrapped.render()
+        env.close()
+    except Exception as error:
+        hint = "MuJoCo without a screen needs MUJOCO_GL=egl"
+        raise UsageError(f"{env.spec.id} cannot be drawn: {error} ({hint})") from error
 
 
 def flatten(env):
@@ -859,7 +888,8 @@ class RunLog:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
         lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
         plain = None if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
+        total = args.total_timesteps  # Muesli may end a few steps later
+        self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
     def write(self, progress, optimizer, losses, sps):
@@ -873,7 +903,7 @@ class RunLog:
         for kind, scalars in (("charts", charts), ("losses", losses)):
             for name, x in scalars.items():
                 self.writer.add_scalar(f"{kind}/{name}", x, step)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(min(step, self.bar.total) - self.bar.n)
         if not self.sps:
             self.bar.refresh()  # which update does after mininterval only
         self.sps.append(sps)
@@ -893,7 +923,8 @@ class RunLog:
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
-        sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
+        # The first iteration may compile; a finished run that is resumed has none.
+        sps = np.median(self.sps[1:] or self.sps).item() if self.sps else None
         summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
         summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step) | more
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -255,7 +255,7 @@ def make_envs(args, num_envs, video_dir=None):
             full_action_space=args.full_actions,
             max_num_frames_per_episode=args.max_frames,
         )
-    except gym.error.Error as error:
+    except (gym.error.Error, ModuleNotFoundError) as error:  # the latter: module:Env-v0
         raise UsageError(f"{args.env_id}: {error}") from error
     return Games(envs, args, video_dir)
 
@@ -562,9 +562,9 @@ def train(args, checkpoint=None):
             next_mask = agent.read_mask(infos, N)
             cut = np.flatnonzero(truncated & ~terminated)  # by a time limit
             if args.truncation_bootstrap and len(cut):
-                final_obs = torch.as_tensor(np.stack(infos["final_obs"][cut]), device=device)
+                final_obs = torch.as_tensor(infos["final_obs"][cut], device=device)
                 time_limits.append((t, cut, final_obs, rnn_state[:, cut]))
-            for n in np.flatnonzero(infos.get("_episode", [])):
+            for n in np.flatnonzero(infos["_episode"]):
                 episodes.append([infos["episode"][key][n].item() for key in ("r", "l")])
 
         # Update
@@ -579,7 +579,6 @@ def train(args, checkpoint=None):
                             obs.flatten(0, 1), rnn_states[0], dones.flatten()
                         )
                     next_value = std * agent.get_value(next_obs, last_state, next_done)[0]
-                    # Anew in each epoch: with the rollout's values Hopper's return is halved.
                     bootstrapped = rewards.clone()
                     for t, cut, final_obs, state in time_limits:
                         if epoch > 0 and agent.num_states:  # as for last_state
@@ -815,7 +814,8 @@ class RunLog:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
         lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
         plain = None if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
+        total = args.total_timesteps  # Muesli may end a few steps later
+        self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
     def write(self, progress, optimizer, losses, sps):
@@ -829,7 +829,7 @@ class RunLog:
         for kind, scalars in (("charts", charts), ("losses", losses)):
             for name, x in scalars.items():
                 self.writer.add_scalar(f"{kind}/{name}", x, step)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(min(step, self.bar.total) - self.bar.n)
         if not self.sps:
             self.bar.refresh()  # which update does after mininterval only
         self.sps.append(sps)
@@ -849,7 +849,8 @@ class RunLog:
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
-        sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
+        # The first iteration may compile; a finished run that is resumed has none.
+        sps = np.median(self.sps[1:] or self.sps).item() if self.sps else None
         summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
         summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step) | more
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -141,6 +141,8 @@ class Args:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         if self.env_threads and not self.envpool:
             raise UsageError("env_threads needs envpool")
+        if self.capture_video:
+            check_video(make_env(self))
 
 
 RANGES = {  # of other numbers: from 0, whole ones from 1
@@ -206,7 +208,7 @@ class KeepInfos(gym.Wrapper):
 
 def make_env(args, video_dir=None):
     """One environment with a flat observation, recorded to `video_dir`."""
-    render = {"render_mode": "rgb_array"} if args.capture_video else {}  # or it fails at the end
+    render = {"render_mode": "rgb_array"} if args.capture_video else {}
     env = gym_make(args.env_id, args.env_kwargs, **render)
     check_env(env)
     if video_dir:
@@ -760,7 +762,9 @@ def gym_make(env_id, env_kwargs, **more):
 
 
 def check_env(env):
-    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say.
+
+    Returns whether actions are masked."""
     while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
         env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
 
@@ -774,10 +778,22 @@ def check_env(env):
         return returned
 
     obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
-    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
-        return  # what is sampled may be forbidden
-    env.action_space.seed(0)
-    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
+    masked = "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs)
+    if not masked:  # else what is sampled may be forbidden
+        env.action_space.seed(0)
+        after = "obs, reward, terminated, truncated, info"
+        check("step", env.step(env.action_space.sample()), after)
+    return masked
+
+
+def check_video(env):
+    """Raise UsageError where a recording would fail, which comes after the training."""
+    try:
+        env.unwrapped.render()
+        env.close()
+    except Exception as error:
+        hint = "MuJoCo without a screen needs MUJOCO_GL=egl"
+        raise UsageError(f"{env.spec.id} cannot be drawn: {error} ({hint})") from error
 
 
 def flatten(env):
@@ -954,7 +970,8 @@ class RunLog:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
         lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
         plain = None if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
+        total = args.total_timesteps  # Muesli may end a few steps later
+        self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
     def write(self, progress, optimizer, losses, sps):
@@ -968,7 +985,7 @@ class RunLog:
         for kind, scalars in (("charts", charts), ("losses", losses)):
             for name, x in scalars.items():
                 self.writer.add_scalar(f"{kind}/{name}", x, step)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(min(step, self.bar.total) - self.bar.n)
         if not self.sps:
             self.bar.refresh()  # which update does after mininterval only
         self.sps.append(sps)
@@ -988,7 +1005,8 @@ class RunLog:
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
-        sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
+        # The first iteration may compile; a finished run that is resumed has none.
+        sps = np.median(self.sps[1:] or self.sps).item() if self.sps else None
         summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
         summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step) | more
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

@@ -14,9 +14,10 @@ A trial is n episodes in one unknown task. The RNN state is zero when a trial be
 across its episodes: all that the agent learns about the task is there, as its weights do not
 change. PPO maximizes the return of whole trials.
 
-Two flags are ours, not the paper's. `--privileged`: training knows the task; regrets replace
-rewards, and the critic sees the task. `--tabular`: the agent of a bandit or an MDP observes rewards
-by arm or cell, and has a policy for each state. Nor has the paper an entropy bonus or chrono_init,
+Two flags are ours, not the paper's. `--privileged`: training knows the task, except that of a
+task_sampler. Regrets replace rewards (bandits, MDPs); the critic sees the task and the time left,
+through a layer of its own. `--tabular`: the agent of a bandit or an MDP observes rewards by arm or
+cell, and has a policy for each state. Nor has the paper an entropy bonus or chrono_init,
 and its discount is 0.99. It says TRPO, but its authors' code is a clipped PPO, too.
 
 Shapes: T steps of a trial, N trials, n episodes, K arms, O observation, A action components,
@@ -83,8 +84,8 @@ class Args:
     num_trials: int = 1024  # N, trials in a rollout per process [D1]
     clip_actions: bool = True  # to their bounds, for the environment only [D27]
     scale_actions: bool = True  # -1 and 1 are the bounds; off: the environment's units
-    norm_obs: bool = False  # normalize observations by their running mean and std [D28]
-    clip_obs: float = 10.0  # clip normalized observations; 0: off [D29]
+    norm_obs: bool = False  # normalize observations and previous rewards, by mean and std [D28]
+    clip_obs: float = 10.0  # clip what is normalized; 0: off [D29]
 
     # Algorithm
     learning_rate: float = 1e-2  # of Adam; usable from 1e-5 to 3e-2, less in simulators
@@ -104,7 +105,7 @@ class Args:
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns over their running std
-    privileged: bool = True  # training knows the task: regrets as rewards, critic sees it
+    privileged: bool = True  # the critic sees the task, if known, and regrets replace rewards
     tabular: bool = True  # reward by arm or cell as input; MDP: policy row per state
 
     # Network
@@ -147,6 +148,12 @@ class Args:
             raise UsageError(f"env_kwargs: {self.env_id} takes none")
         if self.capture_video and self.env_id in families[:2]:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
+        if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
+            raise UsageError("norm_obs: a Bandit without tabular has no observations")
+        if self.env_id in ("HalfCheetahDir", "AntDir") and N % 2:
+            raise UsageError(f"num_trials {N} must be even: as many run forward as backward")
+        if self.capture_video:
+            check_video(make_env(self, 0))
 
 
 RANGES = {  # of other numbers: from 0, whole ones from 1
@@ -295,7 +302,6 @@ def reset(envs, *key):
     return envs.reset(seed=seeds)
 
 
-@torch.compiler.disable
 def mean_over_ranks(x):
     """Mean of a tensor over the processes of torchrun, in place [X2]."""
     if WORLD_SIZE > 1:
@@ -699,7 +705,8 @@ class Task(gym.Wrapper):
             if self.sampler is None:
                 raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")
             self.sampler(env.unwrapped, np.random.default_rng(0))
-        check_env(env)
+        if check_env(env):
+            show_once("info['action_mask'] is not used here: all actions stay possible")
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
@@ -763,7 +770,9 @@ def gym_make(env_id, env_kwargs, **more):
 
 
 def check_env(env):
-    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say."""
+    """Raise UsageError where a first reset or step is not as Gymnasium and the spaces say.
+
+    Returns whether actions are masked."""
     while isinstance(env, gym.Wrapper) and type(env).__module__.startswith("gymnasium."):
         env = env.env  # Gymnasium's wrappers would fail first, and not name the environment
 
@@ -777,10 +786,22 @@ def check_env(env):
         return returned
 
     obs, info = check("reset", env.reset(seed=0, options=None), "obs, info")
-    if "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs):
-        return  # what is sampled may be forbidden
-    env.action_space.seed(0)
-    check("step", env.step(env.action_space.sample()), "obs, reward, terminated, truncated, info")
+    masked = "action_mask" in info or (isinstance(obs, dict) and "action_mask" in obs)
+    if not masked:  # else what is sampled may be forbidden
+        env.action_space.seed(0)
+        after = "obs, reward, terminated, truncated, info"
+        check("step", env.step(env.action_space.sample()), after)
+    return masked
+
+
+def check_video(env):
+    """Raise UsageError where a recording would fail, which comes after the training."""
+    try:
+        env.unwrapped.render()
+        env.close()
+    except Exception as error:
+        hint = "MuJoCo without a screen needs MUJOCO_GL=egl"
+        raise UsageError(f"{env.spec.id} cannot be drawn: {error} ({hint})") from error
 
 
 def flatten(env):
@@ -935,7 +956,8 @@ class RunLog:
             print("no time limit that fits between checkpoints: a resume begins new episodes")
         lines = "{percentage:.0f} %, {n}/{total} steps, {rate_fmt}, {remaining} left{postfix}\n"
         plain = None if sys.stderr.isatty() else lines
-        self.bar = tqdm(total=args.total_timesteps, initial=step, unit=" steps", bar_format=plain)
+        total = args.total_timesteps  # Muesli may end a few steps later
+        self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
         self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
 
     def write(self, progress, optimizer, losses, sps):
@@ -949,7 +971,7 @@ class RunLog:
         for kind, scalars in (("charts", charts), ("losses", losses)):
             for name, x in scalars.items():
                 self.writer.add_scalar(f"{kind}/{name}", x, step)
-        self.bar.update(step - self.bar.n)
+        self.bar.update(min(step, self.bar.total) - self.bar.n)
         if not self.sps:
             self.bar.refresh()  # which update does after mininterval only
         self.sps.append(sps)
@@ -969,7 +991,8 @@ class RunLog:
         """Evaluate, and write summary.json."""
         self.bar.close()
         args, step, seconds = self.args, progress["global_step"], progress["seconds"]
-        sps = np.median(self.sps[1:] or self.sps or 0.0).item()  # the first iteration compiles
+        # The first iteration may compile; a finished run that is resumed has none.
+        sps = np.median(self.sps[1:] or self.sps).item() if self.sps else None
         summary = {"env_id": args.env_id, "seed": args.seed, "global_step": step}
         summary |= {"seconds": seconds, "sps": sps} | evaluate(agent, step) | more
         (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

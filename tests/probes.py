@@ -145,6 +145,13 @@ class Masked(Probe):
         return action / 3
 
 
+class Undrawn(Probe):
+    """Has no screen."""
+
+    def render(self):
+        raise OSError("no screen")
+
+
 class Target(Probe):
     """One step that earns the share of the action's components that are those of `target`."""
 
@@ -188,12 +195,14 @@ ENVIRONMENTS = {
         Target,
         {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]},
     ),
+    "Undrawn-v0": (Undrawn, {}),
     "ShownBooleans-v0": (Shown, {"observation_space": Box(0, 1, (2,), bool)}),
     "ShownDict-v0": (
         Shown,
         {"observation_space": Dict(noise=Box(-1, 1, (2, 2)), target=Discrete(3))},
     ),
     "ShownPicture-v0": (Shown, {"observation_space": Box(0, 255, (4, 4, 3), np.uint8)}),
+    "ShownStrip-v0": (Shown, {"observation_space": Box(0, 255, (2, 8, 3), np.uint8)}),
     "ShownWords-v0": (Shown, {"observation_space": Sequence(Box(0, 9, (2,), int))}),
 }
 for name, (entry_point, kwargs) in ENVIRONMENTS.items():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import read_events
 from gymnasium.spaces import Box, Discrete
-from probes import Chain
+from probes import Chain, Masked
 
 import muesli_cartpole as muesli
 
@@ -61,6 +61,9 @@ def random_batch(args):
 def test_signed_hyperbolic_and_its_inverse():
     x = torch.tensor([-300.0, -1.0, 0.0, 0.01, 1.0, 100.0, 500.0], dtype=torch.float64)
     torch.testing.assert_close(muesli.signed_parabolic(muesli.signed_hyperbolic(x)), x)
+    small = torch.tensor([1e-3, -0.01, 0.5])  # in float32 without a difference that cancels
+    again = muesli.signed_parabolic(muesli.signed_hyperbolic(small))
+    torch.testing.assert_close(again, small, rtol=5e-4, atol=0)
     value = muesli.signed_hyperbolic(torch.tensor(-100.0)).item()
     assert value == pytest.approx(1 - math.sqrt(101) - 0.1)
 
@@ -529,7 +532,16 @@ def test_evaluation_plays_one_episode_of_each_environment():
 
 def test_clipped_targets_are_said_once(tmp_path, capsys):
     train(tmp_path / "run", value_max=0.5, total_timesteps=2000)
-    assert capsys.readouterr().out.count("targets beyond value_min or value_max are clipped") == 1
+    out, err = capsys.readouterr()
+    assert out.count("targets are clipped: a new run needs a wider value_min and value_max") == 1
+    assert "\r100 %, 2000/2000 steps" in err  # also where the last step is beyond it
+
+
+def test_a_mask_is_said_to_be_ignored(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Masked, "forbid", False)
+    muesli.show_once.cache_clear()
+    train(tmp_path / "run", "Masked-v0", total_timesteps=200)
+    assert capsys.readouterr().err.count("info['action_mask'] is not used here") == 1
 
 
 # -------------------------------------------------------------------------------- resume, bad input
@@ -544,6 +556,9 @@ def test_solved_run_continues_only_without_stop_early(tmp_path):
         again = muesli.train(args, checkpoint)
         assert again["solved_at"] == summary["solved_at"]
         assert (again["global_step"] == summary["global_step"] < 150) == stop_early
+    args.stop_return = 6.0  # of another aim it is not known to have been reached
+    again = muesli.train(args, muesli.load_checkpoint(tmp_path / "run")[0])
+    assert again["solved_at"] is None is again["sps"]  # and no speed where nothing was trained
 
 
 def test_torchrun_is_refused(main, monkeypatch):

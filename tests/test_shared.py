@@ -28,7 +28,7 @@ OWN_FLAGS = {
     "muesli_cartpole": {"learning_rate", "norm_adv", "num_envs", "torch_threads"}
     | {"total_timesteps"},
     "rl2_meta": {"capture_video", "ent_coef", "env_id", "gae_lambda", "gamma", "learning_rate"}
-    | {"num_minibatches"},
+    | {"clip_obs", "norm_obs", "num_minibatches"},
 }
 PAIRS = list(combinations(SCRIPTS, 2))
 
