@@ -265,9 +265,10 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-5 of the mean and 1e-3 of the median std, or 1 for zeros."""
+        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
         squares = self.var + 1e-10 * self.mean**2
-        squares = torch.maximum(squares, 1e-6 * squares.median())  # or noise would be a signal
+        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
+        squares = torch.maximum(squares, floor)
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     def update(self, x):
@@ -744,12 +745,14 @@ def gym_make(env_id, env_kwargs, **more):
 
         mujoco.set_mju_user_warning(show_once)
     # How Python names what was typed. Other errors are faults in the environment's own code.
-    wrong = [f"named '{env_id.split(':')[0]}'", *(f"argument '{name}'" for name in kwargs)]
+    module = env_id.split(":")[0]
+    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco"]
+    wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
     try:
         return gym.make(env_id, disable_env_checker=True, **kwargs)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
-    except (ModuleNotFoundError, TypeError) as error:
+    except (ImportError, TypeError) as error:
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
@@ -783,7 +786,8 @@ def check_env(env):
 def check_video(env):
     """Raise UsageError where a recording would fail, which comes after the training."""
     try:
-        env.unwrapped.render()
+        if env.render_mode is None or env.unwrapped.render() is None:
+            raise ValueError("render() returns nothing")
         env.close()
     except Exception as error:
         hint = "MuJoCo without a screen needs MUJOCO_GL=egl"
@@ -846,7 +850,8 @@ def check_ranges(args):
             if isinstance(x, int | float) and not low <= x <= high:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
     for flag, package in (("track", "wandb"), ("capture_video", "moviepy"), ("envpool", "envpool")):
-        if getattr(args, flag, False) and not importlib.util.find_spec(package):
+        used = getattr(args, flag, False) and (args.evaluate is None or flag == "capture_video")
+        if used and not importlib.util.find_spec(package):
             raise UsageError(f"{flag} needs a package: pip install {package}")
 
 
@@ -876,12 +881,12 @@ class RunLog:
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
+        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:

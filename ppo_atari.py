@@ -89,7 +89,7 @@ class Args:
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
-    recompute_adv: bool = False  # advantages anew every epoch (Andrychowicz et al. 2021)
+    recompute_adv: bool = False  # advantages, values anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 4  # maximum epochs per rollout [D6]
     norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
@@ -100,7 +100,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
-    norm_value: bool = False  # the critic learns returns over their running std
+    norm_value: bool = False  # the critic learns returns divided by their running std
 
     # Network
     share_network: bool = True  # one network for actor and critic, or one each [D13, D21]
@@ -294,9 +294,10 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """In any unit: the floor is 1e-5 of the mean and 1e-3 of the median std, or 1 for zeros."""
+        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
         squares = self.var + 1e-10 * self.mean**2
-        squares = torch.maximum(squares, 1e-6 * squares.median())  # or noise would be a signal
+        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
+        squares = torch.maximum(squares, floor)
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
@@ -754,7 +755,8 @@ def check_ranges(args):
             if isinstance(x, int | float) and not low <= x <= high:
                 raise UsageError(f"{field.name} = {value} is not in range: {low} to {high}")
     for flag, package in (("track", "wandb"), ("capture_video", "moviepy"), ("envpool", "envpool")):
-        if getattr(args, flag, False) and not importlib.util.find_spec(package):
+        used = getattr(args, flag, False) and (args.evaluate is None or flag == "capture_video")
+        if used and not importlib.util.find_spec(package):
             raise UsageError(f"{flag} needs a package: pip install {package}")
 
 
@@ -802,12 +804,12 @@ class RunLog:
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
+        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:

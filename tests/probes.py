@@ -145,6 +145,10 @@ class Masked(Probe):
         return action / 3
 
 
+class Empty(gym.Env):
+    """Takes no arguments."""
+
+
 class Undrawn(Probe):
     """Has no screen."""
 
@@ -195,6 +199,7 @@ ENVIRONMENTS = {
         Target,
         {"action_space": MultiDiscrete([3, 4], start=[5, -2]), "target": [7, -1]},
     ),
+    "Empty-v0": (Empty, {}),
     "Undrawn-v0": (Undrawn, {}),
     "ShownBooleans-v0": (Shown, {"observation_space": Box(0, 1, (2,), bool)}),
     "ShownDict-v0": (

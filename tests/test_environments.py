@@ -119,7 +119,7 @@ def test_a_space_that_is_no_vector_is_named(script, space, start, tmp_path):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("ppo_continuous", "Box(0, 9, (2,), int64) are not Box, Discrete, MultiDiscrete"),
+        ("ppo_continuous", "Box(0, 9, (2,), int64) are no Box of floats, Discrete"),
         ("muesli_cartpole", "Box(0, 9, (2,), int64) is not Discrete: use ppo_continuous.py"),
         ("rl2_meta", "Box(0, 9, (2,), int64) are not Discrete or a Box of floats"),
     ],

@@ -170,6 +170,10 @@ def test_constants_and_noise_are_not_blown_up(script):
     rms.update(data)
     noise, one, five = (data / rms.std)[:, [1, 0, 2]].std(0)
     assert noise < 2e-3 and one == pytest.approx(1, rel=0.01) and five == pytest.approx(1, rel=0.01)
+    bits = (torch.rand(1000) > 0.5).double()  # a signal, though beside amounts of 1e5
+    rms = script.RunningMeanStd(3)
+    rms.update(torch.stack([bits, 1e5 * torch.randn(1000), 1e5 * torch.randn(1000)], 1))
+    torch.testing.assert_close(rms.std[0], bits.std(correction=0))
 
 
 @pytest.mark.parametrize("unit", [1e-8, 1e8])
