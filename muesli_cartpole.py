@@ -287,7 +287,7 @@ def signed_hyperbolic(x):
 
 
 def signed_parabolic(y):
-    """The inverse of signed_hyperbolic, without a difference that cancels: float32 is exact."""
+    """The inverse of signed_hyperbolic, without a difference that cancels in float32."""
     x = y.abs() + 1 + 1e-3
     return y.sign() * ((2 * x / (1 + (1 + 4e-3 * x).sqrt())).square() - 1)
 

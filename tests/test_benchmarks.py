@@ -214,7 +214,7 @@ def test_tables_of_all_pages_are_those_of_the_csvs(call, monkeypatch, tmp_path):
     assert "out of date: page.md" in call(report, "--check", status=2)
     call(report)
     text = page.read_text()
-    assert "| old |" not in text and "| Bandit, 10 arms, 10 pulls | 3" in text
+    assert "| old |" not in text and "| Bandit, 10 arms, 10 pulls | 3 | " in text
     assert text.startswith("# Page\n\n<!-- ") and text.endswith(" |\n<!-- end -->\nText.\n")
 
 
