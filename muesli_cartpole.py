@@ -287,7 +287,7 @@ def signed_hyperbolic(x):
 
 
 def signed_parabolic(y):
-    """The inverse of signed_hyperbolic, without a difference that cancels in float32."""
+    """The inverse of signed_hyperbolic. Its usual form is wrong by 1e-4 near 0 in float32."""
     x = y.abs() + 1 + 1e-3
     return y.sign() * ((2 * x / (1 + (1 + 4e-3 * x).sqrt())).square() - 1)
 
@@ -377,7 +377,7 @@ class Agent(nn.Module):
 
     def to_env(self, actions):
         """Actions (N,) as the environments number them."""
-        return actions.cpu().numpy() + self.action_space.start
+        return (actions.cpu().numpy() + self.action_space.start).astype(self.action_space.dtype)
 
     def get_action(self, obs, greedy=False):
         """Actions (N,) of the target network, and the policy (N, A) they are drawn from."""
@@ -563,13 +563,15 @@ def train(args, checkpoint=None):
     envs = make_envs(args, args.num_envs)
     torch.manual_seed(args.seed)
     agent, replay = Agent(envs, args).to(device), Replay(envs, args).to(device)
-    optimizer = ClippedAdamW(
-        agent.online.parameters(), args.learning_rate, args.weight_decay, args.clip_update
-    )
+    params = [p for p in agent.parameters() if p.requires_grad]  # not those of the target
+    optimizer = ClippedAdamW(params, args.learning_rate, args.weight_decay, args.clip_update)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     saved = {"agent": agent, "optimizer": optimizer, "replay": replay}  # what a checkpoint holds
     progress = restore(saved, checkpoint)
+    old = checkpoint["args"] if checkpoint else asdict(args)
+    if (args.value_min, args.value_max) != (old["value_min"], old["value_max"]):
+        raise UsageError("value_min and value_max of a run cannot change: its heads are in them")
 
     T, N = args.train_frequency, args.num_envs
     checkpoint_every = args.checkpoint_every or max(1, args.total_timesteps // (N * T) // 20)
@@ -769,7 +771,7 @@ def check_env(env):
         shape = env.observation_space.shape  # None: of a Dict
         right = isinstance(returned, tuple) and len(returned) == len(expected.split())
         right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
-        if not right or shape not in (None, np.shape(returned[0])):
+        if not right or (shape is not None and shape != np.shape(returned[0])):
             expected = f"({expected}) with obs in {env.observation_space}"
             raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
         return returned

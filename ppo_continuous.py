@@ -775,7 +775,7 @@ def check_env(env):
         shape = env.observation_space.shape  # None: of a Dict
         right = isinstance(returned, tuple) and len(returned) == len(expected.split())
         right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
-        if not right or shape not in (None, np.shape(returned[0])):
+        if not right or (shape is not None and shape != np.shape(returned[0])):
             expected = f"({expected}) with obs in {env.observation_space}"
             raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
         return returned

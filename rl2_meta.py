@@ -146,6 +146,10 @@ class Args:
             )
         if self.env_kwargs != "{}" and self.env_id in families[:2]:
             raise UsageError(f"env_kwargs: {self.env_id} takes none")
+        if self.episode_length != Args.episode_length and self.env_id in families[:2]:
+            raise UsageError("episode_length is of simulators only; episodes_per_trial is of all")
+        if self.num_arms != Args.num_arms and self.env_id != "Bandit":
+            raise UsageError("num_arms is of a Bandit only")
         if self.capture_video and self.env_id in families[:2]:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
         if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
@@ -711,7 +715,7 @@ class Task(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
-            rng = np.random.default_rng(seed)
+            rng = np.random.default_rng((seed, 1))  # with the start's, obs would tell the task
             if self.sampler:
                 self.sampler(self.env.unwrapped, rng)
             elif self.to_velocity:
@@ -783,7 +787,7 @@ def check_env(env):
         shape = env.observation_space.shape  # None: of a Dict
         right = isinstance(returned, tuple) and len(returned) == len(expected.split())
         right = right and isinstance(returned[-1], dict) and np.size(returned[1]) == 1
-        if not right or shape not in (None, np.shape(returned[0])):
+        if not right or (shape is not None and shape != np.shape(returned[0])):
             expected = f"({expected}) with obs in {env.observation_space}"
             raise UsageError(f"{env}: {method} returned {returned} instead of {expected}")
         return returned

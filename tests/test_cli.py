@@ -175,6 +175,8 @@ OWN = {
         ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
         ("--task-sampler some:f", "env_id Bandit, task_sampler some:f: give one of"),
         ("--env-kwargs {}x", "env_kwargs: Bandit takes none"),
+        ("--episode-length 20", "episode_length is of simulators only"),
+        ("--env-id TabularMDP --num-arms 7", "num_arms is of a Bandit only"),
         ("--task-sampler some:f --env-id CartPole-v1", "some:f: no such module:function"),
         ("--task-sampler json:f --env-id CartPole-v1", "json:f: no such module:function"),
         ("--task-sampler no.more:f --env-id CartPole-v1", "no.more:f: no such module:function"),

@@ -10,7 +10,7 @@ import numpy as np
 import probes
 import pytest
 from conftest import ROOT, SHORT, load, read_events, run_python
-from gymnasium.spaces import Box, Dict, Discrete, Space
+from gymnasium.spaces import Box, Dict, Discrete, Space, Tuple
 
 RL2 = """--task-sampler test_environments:no_task --total-timesteps 160 --num-trials 4
     --num-minibatches 2 --episode-length 10 --episodes-per-trial 2 --rnn-hidden 16
@@ -216,6 +216,25 @@ def test_a_mask_that_allows_nothing_stops_the_run(start):
     env_class = type("Stuck", (probes.Masked,), {"info": lambda self: nothing})
     _, err = start("ppo_continuous", env_class, status=2)
     assert "action_mask [0 0 0 0] allows no action" in err
+
+
+class Ragged(Theirs):
+    """An observation of two parts, and actions of a type of their own."""
+
+    observation_space = Tuple([Box(-1, 1, (3,)), Discrete(2)])
+    action_space = Discrete(3, dtype=np.int32)
+
+    def observe(self):
+        return self.observation_space.sample()
+
+    def step(self, action):
+        assert action in self.action_space
+        return super().step(action)
+
+
+@scripts
+def test_parts_of_unequal_size_and_small_integers_are_taken(script, start):
+    start(script, Ragged)
 
 
 @scripts

@@ -561,6 +561,14 @@ def test_solved_run_continues_only_without_stop_early(tmp_path):
     assert again["solved_at"] is None is again["sps"]  # and no speed where nothing was trained
 
 
+def test_the_range_of_a_runs_heads_cannot_change(tmp_path):
+    train(tmp_path / "run", total_timesteps=60)
+    checkpoint, args = muesli.load_checkpoint(tmp_path / "run")
+    args.resume, args.total_timesteps, args.value_max = str(tmp_path / "run"), 90, 1000.0
+    with pytest.raises(muesli.UsageError, match="value_min and value_max of a run cannot change"):
+        muesli.train(args, checkpoint)
+
+
 def test_torchrun_is_refused(main, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "with python, not torchrun" in main("muesli_cartpole", "", status=2)[1]
@@ -573,6 +581,7 @@ OPTIMIZER = SOURCE[SOURCE.index("    optimizer = ") : SOURCE.index("    for grou
 GRADS = "            grads = torch.autograd.grad("
 SAVED = "    progress = restore(saved, checkpoint)\n"
 EVALUATE = "        # Evaluate\n"
+TARGET = "        self.target = copy.deepcopy("
 CHANGES = {
     "parameter_groups": {
         OPTIMIZER: """    policy = [*agent.online.policy.parameters()]
@@ -590,6 +599,13 @@ CHANGES = {
         GRADS: """            state = agent.online.represent(agent.normalize(batch["obs"]))
             loss = loss + (extra(state) - batch["obs"]).square().mean()
             print("the loss is", loss)
+"""
+        + GRADS,
+    },
+    "head_in_the_agent": {
+        TARGET: "        self.extra = nn.Linear(args.hidden_size, 4)\n" + TARGET,
+        GRADS: """            state = agent.online.represent(agent.normalize(batch["obs"]))
+            loss = loss + (agent.extra(state) - batch["obs"]).square().mean()
 """
         + GRADS,
     },
@@ -621,6 +637,8 @@ def test_change(name, tmp_path, changed_copy, capsys):
     elif name == "auxiliary_loss":
         assert not torch.equal(one["extra"]["weight"], two["extra"]["weight"])
         assert "the loss is" in capsys.readouterr().out
+    elif name == "head_in_the_agent":
+        assert not torch.equal(one["agent"]["extra.weight"], two["agent"]["extra.weight"])
     elif name == "coefficient":
         assert two["args"]["pg_coef"] == 0.5 * two["progress"]["iteration"]
     elif name == "frozen_layer":

@@ -206,6 +206,16 @@ def test_sampler_sets_a_task_for_each_trial():
     assert np.min(masses) > 0.5 and np.max(masses) < 2
 
 
+@pytest.mark.parametrize("flags", [VELOCITY, CART])
+def test_the_start_of_a_trial_does_not_tell_its_task(flags):
+    """Both are drawn by one seed: from one stream, the first coordinate would be the task."""
+    envs = rl2.make_envs(small_args(**flags), 200)
+    starts, infos = rl2.reset(envs, 0)
+    sampled = flags == CART
+    tasks = [env.unwrapped.masscart for env in envs.envs] if sampled else infos["hint"][:, 0]
+    assert np.abs(np.corrcoef(tasks, starts.T)[0, 1:]).max() < 0.35  # 5 standard errors
+
+
 # ---------------------------------------------------------------------------------- a trial, played
 
 
