@@ -500,8 +500,9 @@ def none(env, rng):
 
 def test_a_std_beyond_its_bounds_comes_back(tmp_path):
     """Where the clamp has no gradient."""
-    log_std = trained(tmp_path / "run", **VELOCITY | {"log_std_init": 9.0}).agent.log_std
-    assert ((log_std > 1.7) & (log_std < 2.1) & (log_std != 2)).all()
+    flags = VELOCITY | {"log_std_init": 9.0, "learning_rate": 2e-3}  # Adam's steps add up to < 0.1
+    log_std = trained(tmp_path / "run", **flags).agent.log_std
+    assert ((log_std > 1.9) & (log_std < 2.1) & (log_std != 2)).all()
 
 
 def test_every_rollout_and_meta_test_has_tasks_of_its_own(tmp_path):
