@@ -25,6 +25,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -694,6 +695,8 @@ def play_episodes(agent, greedy, *key, video_dir=None):
     The key seeds them. Changes neither the agent nor the randomness of a training."""
     args, N, device = agent.args, agent.args.eval_episodes, agent.support.device
     returns, states = np.full(N, np.nan), (random.getstate(), np.random.get_state())
+    modes = {module: module.training for module in agent.modules()}
+    agent.eval()
     with torch.random.fork_rng():
         envs = make_envs(args, N, video_dir)
         limit = envs.unwrapped.envs[0].spec.max_episode_steps or 2**15
@@ -709,6 +712,8 @@ def play_episodes(agent, greedy, *key, video_dir=None):
         envs.close()
     random.setstate(states[0])
     np.random.set_state(states[1])
+    for module, training in modes.items():
+        module.training = training
     return np.where(np.isnan(returns), envs.episode_returns, returns)
 
 
@@ -746,15 +751,17 @@ def gym_make(env_id, env_kwargs, **more):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
+    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+        raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
     # How Python names what was typed. Other errors are faults in the environment's own code.
     module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco"]
+    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
     wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
     try:
         return gym.make(env_id, disable_env_checker=True, **kwargs)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
-    except (ImportError, TypeError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
@@ -824,7 +831,7 @@ def load_agent(path, **flags):
     args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
-    return agent
+    return agent.eval()
 
 
 def restore(saved, checkpoint):
@@ -867,28 +874,34 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, device, progress, exact):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = name.replace("/", "_").replace(":", "_")
-        self.args, self.run_dir = args, Path(args.resume or args.run_dir or f"runs/{name}")
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"run_dir: {error}") from error
-        if not args.resume and any(self.run_dir.iterdir()):
-            raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
-        args.run_dir, step = str(self.run_dir), progress["global_step"]
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+        second, step = int(time.time()), progress["global_step"]
         about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
         about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
         if shutil.which("git"):
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
+        try:
+            while not args.run_dir:
+                try:
+                    Path(f"runs/{name}{second}").mkdir(parents=True)
+                    args.run_dir = f"runs/{name}{second}"
+                except FileExistsError:  # of a run that began in the same second
+                    second += 1
+            self.args, self.run_dir = args, Path(args.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not args.resume and any(self.run_dir.iterdir()):
+                raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
+            with open(self.run_dir / "args.json", "w" if args.resume else "x") as file:
+                file.write(json.dumps(asdict(args) | about, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"run_dir: {error}") from error
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            wandb.init(**owner, name=f"{name}{second}", config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
@@ -960,6 +973,8 @@ def parse_args():
     """Flags, which win over those of the run or the preset, and the run's checkpoint."""
     first, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
     run = first.resume if first.evaluate is None else first.evaluate
+    if first.resume and (first.evaluate or Path(first.resume).is_file()):
+        raise UsageError("resume takes a run folder, and no evaluate beside it")
     preset = first.preset or (first.env_id if first.env_id in PRESETS else "none")
     if preset not in PRESETS:
         raise UsageError(f"preset {preset} is none of {', '.join(PRESETS)}")

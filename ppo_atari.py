@@ -255,7 +255,7 @@ def make_envs(args, num_envs, video_dir=None):
             full_action_space=args.full_actions,
             max_num_frames_per_episode=args.max_frames,
         )
-    except (gym.error.Error, ModuleNotFoundError) as error:  # the latter: module:Env-v0
+    except (gym.error.Error, ModuleNotFoundError, ValueError) as error:  # of module:Env-v0
         raise UsageError(f"{args.env_id}: {error}") from error
     return Games(envs, args, video_dir)
 
@@ -521,6 +521,7 @@ def train(args, checkpoint=None):
     batch_size = N * T * WORLD_SIZE
     steps_left = args.total_timesteps - progress["global_step"]
     num_iterations = progress["iteration"] + steps_left // batch_size
+    last_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
@@ -530,11 +531,12 @@ def train(args, checkpoint=None):
 
     for iteration in range(first_iteration, num_iterations + 1):
         read_live(args, optimizer, log, progress["global_step"])
-        remaining = 1 - (iteration - 1) / num_iterations
+        remaining = 1 - progress["global_step"] / last_step
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
-        clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
+        # As a tensor: torch.compile makes a number that changes another graph, which rounds anew.
+        clip_coef = tensor(args.clip_coef * (remaining if args.anneal_clip else 1))  # [X1]
 
         # After a checkpoint all episodes begin anew, so that a resumed run needs only its seed.
         if iteration == first_iteration or (exact and (iteration - 1) % checkpoint_every == 0):
@@ -660,6 +662,8 @@ def evaluate(agent, global_step=0):
     Changes neither the agent nor the randomness of a training."""
     args, N, device = agent.args, agent.args.eval_episodes, agent.return_rms.mean.device
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
+    modes = {module: module.training for module in agent.modules()}
+    agent.eval()
     with torch.random.fork_rng():
         for name, kind in (("eval", "deterministic"), ("eval_sampled", "sampled")):
             greedy = name == "eval"
@@ -689,6 +693,8 @@ def evaluate(agent, global_step=0):
             print(f"  return {x.mean():.6g} +- {x.std():.6g}, from {x.min():.6g} to {x.max():.6g}")
     random.setstate(states[0])
     np.random.set_state(states[1])
+    for module, training in modes.items():
+        module.training = training
     return summary
 
 
@@ -709,7 +715,7 @@ def load_agent(path, **flags):
     args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
-    return agent
+    return agent.eval()
 
 
 def restore(saved, checkpoint):
@@ -788,28 +794,34 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, device, progress, exact):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = name.replace("/", "_").replace(":", "_")
-        self.args, self.run_dir = args, Path(args.resume or args.run_dir or f"runs/{name}")
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"run_dir: {error}") from error
-        if not args.resume and any(self.run_dir.iterdir()):
-            raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
-        args.run_dir, step = str(self.run_dir), progress["global_step"]
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+        second, step = int(time.time()), progress["global_step"]
         about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
         about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
         if shutil.which("git"):
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
+        try:
+            while not args.run_dir:
+                try:
+                    Path(f"runs/{name}{second}").mkdir(parents=True)
+                    args.run_dir = f"runs/{name}{second}"
+                except FileExistsError:  # of a run that began in the same second
+                    second += 1
+            self.args, self.run_dir = args, Path(args.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not args.resume and any(self.run_dir.iterdir()):
+                raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
+            with open(self.run_dir / "args.json", "w" if args.resume else "x") as file:
+                file.write(json.dumps(asdict(args) | about, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"run_dir: {error}") from error
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            wandb.init(**owner, name=f"{name}{second}", config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
@@ -893,6 +905,8 @@ def parse_args():
     """Flags, which win over those of the run or the preset, and the run's checkpoint."""
     first, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
     run = first.resume if first.evaluate is None else first.evaluate
+    if first.resume and (first.evaluate or Path(first.resume).is_file()):
+        raise UsageError("resume takes a run folder, and no evaluate beside it")
     preset = first.preset or (first.env_id if first.env_id in PRESETS else "none")
     if preset not in PRESETS:
         raise UsageError(f"preset {preset} is none of {', '.join(PRESETS)}")

@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -139,8 +140,10 @@ class Args:
             raise UsageError(f"rnn_seq_len {self.seq_len} must divide num_steps {self.num_steps}")
         if S % M or S * self.seq_len == M:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
-        if self.env_threads and not self.envpool:
-            raise UsageError("env_threads needs envpool")
+        needs = {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "env_threads": "envpool"}
+        for flag, needed in needs.items():
+            if getattr(self, flag) != getattr(Args, flag) and not getattr(self, needed):
+                raise UsageError(f"{flag} needs {needed}")
         if self.capture_video:
             check_video(make_env(self))
 
@@ -514,6 +517,8 @@ def train(args, checkpoint=None):
     )
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
+    if agent.continuous and args.ent_coef and not args.learn_std:
+        raise UsageError("ent_coef has no effect on actions of a Box without learn_std")
     learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
     optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
     for group in optimizer.param_groups:
@@ -527,6 +532,7 @@ def train(args, checkpoint=None):
     batch_size = N * T * WORLD_SIZE
     steps_left = args.total_timesteps - progress["global_step"]
     num_iterations = progress["iteration"] + steps_left // batch_size
+    last_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
@@ -539,11 +545,12 @@ def train(args, checkpoint=None):
     for iteration in range(first_iteration, num_iterations + 1):
         if iteration > 0:
             read_live(args, optimizer, log, progress["global_step"])
-        remaining = 1 - (iteration - 1) / num_iterations
+        remaining = 1 - progress["global_step"] / last_step
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
-        clip_coef = args.clip_coef * (remaining if args.anneal_clip else 1)  # [X1]
+        # As a tensor: torch.compile makes a number that changes another graph, which rounds anew.
+        clip_coef = tensor(args.clip_coef * (remaining if args.anneal_clip else 1))  # [X1]
         if agent.continuous and args.learn_std:
             agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
         elif agent.continuous:  # explore first, then act with little noise
@@ -699,6 +706,8 @@ def evaluate(agent, global_step=0):
     Changes neither the agent nor the randomness of a training."""
     args, N, device = agent.args, agent.args.eval_episodes, agent.return_rms.mean.device
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
+    modes = {module: module.training for module in agent.modules()}
+    agent.eval()
     with torch.random.fork_rng():
         for name, kind in (("eval", "deterministic"), ("eval_sampled", "sampled")):
             greedy = name == "eval"
@@ -728,6 +737,8 @@ def evaluate(agent, global_step=0):
             print(f"  return {x.mean():.6g} +- {x.std():.6g}, from {x.min():.6g} to {x.max():.6g}")
     random.setstate(states[0])
     np.random.set_state(states[1])
+    for module, training in modes.items():
+        module.training = training
     return summary
 
 
@@ -750,15 +761,17 @@ def gym_make(env_id, env_kwargs, **more):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
+    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+        raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
     # How Python names what was typed. Other errors are faults in the environment's own code.
     module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco"]
+    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
     wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
     try:
         return gym.make(env_id, disable_env_checker=True, **kwargs)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
-    except (ImportError, TypeError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
@@ -814,13 +827,19 @@ def flatten(env):
 class EnvPool(gym.vector.VectorEnv):
     """The environments of EnvPool, stepped by C++ threads on all cores.
 
-    Its tasks of MuJoCo are Gymnasium's: with MuJoCo 3.6, which it brings along, bit for bit."""
+    Its tasks of MuJoCo are Gymnasium's: with MuJoCo 3.6, which it brings along, bit for bit, but
+    for rewards in float32, and a fall in the last step of the time limit, which is no end here."""
 
     def __init__(self, args):
         self.args, self.num_envs, self.envs = args, args.num_envs, [make_env(args)]
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
+        env, has = self.envs[0], ("KeepInfos", "TimeLimit", "OrderEnforcing", "FlattenObservation")
+        while isinstance(env, gym.Wrapper):
+            if type(env).__name__ not in has:
+                raise UsageError(f"EnvPool would train without the wrapper {type(env).__name__}")
+            env = env.env
         self.reset(seed=range(self.num_envs))
         if self.pool.observation_space.shape != self.single_observation_space.shape:
             raise UsageError(f"{args.env_id} of EnvPool has other observations than Gymnasium's")
@@ -831,12 +850,11 @@ class EnvPool(gym.vector.VectorEnv):
         args, ranks = self.args, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = args.env_threads or max(1, os.cpu_count() // ranks)
         seeds = [x % 2**31 for x in seed]
-        kwargs = {"num_envs": self.num_envs, "num_threads": threads, "env_seed": seeds}
-        kwargs["max_episode_steps"] = time_limit(self) or 2**31 - 1
+        kwargs = json.loads(args.env_kwargs) | {"num_envs": self.num_envs, "num_threads": threads}
+        kwargs |= {"env_seed": seeds, "max_episode_steps": time_limit(self) or 2**31 - 1}
         if not args.env_threads:  # a core each: simulation takes 12 to 37 % less time
             kwargs["thread_affinity_offset"] = int(os.environ.get("LOCAL_RANK", 0)) * threads
         try:  # a new pool, as seeds are those that it was made with
-            kwargs |= json.loads(args.env_kwargs)
             self.pool = envpool.make(args.env_id, "gymnasium", **kwargs)
         except (AssertionError, TypeError) as error:
             raise UsageError(f"EnvPool, {args.env_id} {args.env_kwargs}: {error}") from error
@@ -868,7 +886,7 @@ def load_agent(path, **flags):
     args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
-    return agent
+    return agent.eval()
 
 
 def restore(saved, checkpoint):
@@ -947,28 +965,34 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, device, progress, exact):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = name.replace("/", "_").replace(":", "_")
-        self.args, self.run_dir = args, Path(args.resume or args.run_dir or f"runs/{name}")
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"run_dir: {error}") from error
-        if not args.resume and any(self.run_dir.iterdir()):
-            raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
-        args.run_dir, step = str(self.run_dir), progress["global_step"]
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+        second, step = int(time.time()), progress["global_step"]
         about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
         about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
         if shutil.which("git"):
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
+        try:
+            while not args.run_dir:
+                try:
+                    Path(f"runs/{name}{second}").mkdir(parents=True)
+                    args.run_dir = f"runs/{name}{second}"
+                except FileExistsError:  # of a run that began in the same second
+                    second += 1
+            self.args, self.run_dir = args, Path(args.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not args.resume and any(self.run_dir.iterdir()):
+                raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
+            with open(self.run_dir / "args.json", "w" if args.resume else "x") as file:
+                file.write(json.dumps(asdict(args) | about, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"run_dir: {error}") from error
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            wandb.init(**owner, name=f"{name}{second}", config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
@@ -1044,6 +1068,8 @@ def parse_args():
     """Flags, which win over those of the run or the preset, and the run's checkpoint."""
     first, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
     run = first.resume if first.evaluate is None else first.evaluate
+    if first.resume and (first.evaluate or Path(first.resume).is_file()):
+        raise UsageError("resume takes a run folder, and no evaluate beside it")
     preset = first.preset or (first.env_id if first.env_id in PRESETS else "none")
     if preset not in PRESETS:
         raise UsageError(f"preset {preset} is none of {', '.join(PRESETS)}")

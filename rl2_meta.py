@@ -30,6 +30,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import subprocess
@@ -150,6 +151,8 @@ class Args:
             raise UsageError("episode_length is of simulators only; episodes_per_trial is of all")
         if self.num_arms != Args.num_arms and self.env_id != "Bandit":
             raise UsageError("num_arms is of a Bandit only")
+        if self.clip_obs != Args.clip_obs and not self.norm_obs:
+            raise UsageError("clip_obs needs norm_obs")
         if self.capture_video and self.env_id in families[:2]:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
         if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
@@ -570,6 +573,7 @@ def train(args, checkpoint=None):
     batch_size = N * T * WORLD_SIZE
     steps_left = args.total_timesteps - progress["global_step"]
     num_iterations = progress["iteration"] + steps_left // batch_size
+    last_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
@@ -577,7 +581,7 @@ def train(args, checkpoint=None):
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
 
     for iteration in range(first_iteration, num_iterations + 1):
-        remaining = 1 - (iteration - 1) / num_iterations
+        remaining = 1 - progress["global_step"] / last_step
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
@@ -762,15 +766,17 @@ def gym_make(env_id, env_kwargs, **more):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
+    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+        raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
     # How Python names what was typed. Other errors are faults in the environment's own code.
     module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco"]
+    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
     wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
     try:
         return gym.make(env_id, disable_env_checker=True, **kwargs)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
-    except (ImportError, TypeError) as error:
+    except (ImportError, TypeError, ValueError) as error:
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
@@ -847,6 +853,8 @@ def evaluate(agent, global_step=0):
     num_trials, device = args.test_trials, agent.obs_rms.mean.device
     tensor = partial(torch.as_tensor, dtype=torch.float32, device=device)
     summary, states = {"eval_episodes": num_trials * n}, (random.getstate(), np.random.get_state())
+    modes = {module: module.training for module in agent.modules()}
+    agent.eval()
     with torch.random.fork_rng():
         for name, kind in (("eval", "greedy"), ("eval_sampled", "sampled")):
             greedy, returns = name == "eval", []
@@ -880,6 +888,8 @@ def evaluate(agent, global_step=0):
     summary["trial_return_greedy_mean"] = summary["eval_mean"]
     random.setstate(states[0])
     np.random.set_state(states[1])
+    for module, training in modes.items():
+        module.training = training
     return summary
 
 
@@ -900,7 +910,7 @@ def load_agent(path, **flags):
     args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
-    return agent
+    return agent.eval()
 
 
 def restore(saved, checkpoint):
@@ -937,28 +947,34 @@ class RunLog:
     """The files of a run folder, and the lines on the console."""
 
     def __init__(self, args, device, progress, exact):
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{int(time.time())}"
-        name = name.replace("/", "_").replace(":", "_")
-        self.args, self.run_dir = args, Path(args.resume or args.run_dir or f"runs/{name}")
-        try:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"run_dir: {error}") from error
-        if not args.resume and any(self.run_dir.iterdir()):
-            raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
-        args.run_dir, step = str(self.run_dir), progress["global_step"]
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
+        second, step = int(time.time()), progress["global_step"]
         about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
         about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
         if shutil.which("git"):
             git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
             commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
             about["git_commit"] = commit or None
+        try:
+            while not args.run_dir:
+                try:
+                    Path(f"runs/{name}{second}").mkdir(parents=True)
+                    args.run_dir = f"runs/{name}{second}"
+                except FileExistsError:  # of a run that began in the same second
+                    second += 1
+            self.args, self.run_dir = args, Path(args.run_dir)
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            if not args.resume and any(self.run_dir.iterdir()):
+                raise UsageError(f"run_dir '{self.run_dir}' is not empty; --resume continues a run")
+            with open(self.run_dir / "args.json", "w" if args.resume else "x") as file:
+                file.write(json.dumps(asdict(args) | about, indent=2) + "\n")
+        except OSError as error:
+            raise UsageError(f"run_dir: {error}") from error
         if args.track:
             import wandb
 
             owner = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            wandb.init(**owner, name=name, config=asdict(args), sync_tensorboard=True)
-        (self.run_dir / "args.json").write_text(json.dumps(asdict(args) | about, indent=2) + "\n")
+            wandb.init(**owner, name=f"{name}{second}", config=asdict(args), sync_tensorboard=True)
         self.writer = SummaryWriter(args.run_dir, purge_step=step + 1)
         print(f"{args.env_id}, seed {args.seed}, preset {args.preset}, {device}, in {args.run_dir}")
         if not exact:
@@ -1034,6 +1050,8 @@ def parse_args():
     """Flags, which win over those of the run or the preset, and the run's checkpoint."""
     first, _ = tyro.cli(Args, add_help=False, return_unknown_args=True)
     run = first.resume if first.evaluate is None else first.evaluate
+    if first.resume and (first.evaluate or Path(first.resume).is_file()):
+        raise UsageError("resume takes a run folder, and no evaluate beside it")
     named = "simulator" if first.task_sampler else first.env_id
     preset = first.preset or (named if named in PRESETS else "none")
     if preset not in PRESETS:

@@ -135,6 +135,8 @@ COMMON = [
     ("--evaluate ''", "'checkpoint.pt' is no checkpoint of this script"),
     ("--total-timesteps 15", "total_timesteps"),
     ("--run-dir notes.txt/new", "run_dir: "),
+    ("--resume notes.txt", "resume takes a run folder, and no evaluate beside it"),
+    ("--resume one --evaluate two", "resume takes a run folder, and no evaluate beside it"),
 ]
 OWN = {
     "ppo_continuous": [
@@ -142,6 +144,12 @@ OWN = {
         ("--env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--env-id no_such_module:Env-v0", "no_such_module"),
         ("--env-id no_such.module:Env-v0", "no_such.module"),
+        ("--env-id ./probes.py:Empty-v0", "'./probes.py:Empty-v0' is neither Env-v0 nor module:"),
+        ("--env-id probes:Empty-v0:x", "'probes:Empty-v0:x' is neither Env-v0 nor module:Env-v0"),
+        ("--env-kwargs '{\"max_episode_steps\": 0}'", "max_episode_steps"),
+        ("--clip-reward 1", "clip_reward needs norm_reward"),
+        ("--no-norm-obs --clip-obs 5", "clip_obs needs norm_obs"),
+        ("--env-id Pendulum-v1 --ent-coef 0.01", "ent_coef has no effect on actions of a Box"),
         ("--env-id HalfCheetah-v2", "moved to the gymnasium-robotics project"),
         ("--env-id Pusher-v4", "is only supported on `mujoco<3`"),
         ("--env-id probes:Empty-v0 --capture-video", "Empty() takes no arguments"),
@@ -158,6 +166,7 @@ OWN = {
         ("--env-id ALE/Joust-v5", "ALE/Joust-v5: "),
         ("--env-id CartPole-v1", "CartPole-v1: "),
         ("--env-id probes:Chain-v0", "probes:Chain-v0: "),
+        ("--env-id a:b:c-v0", "a:b:c-v0: "),
         ("--rnn lstm --num-minibatches 4", "must divide 2 sequences"),
         ("--rnn lstm --no-share-network --num-minibatches 1", "rnn needs share_network"),
         ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
@@ -183,6 +192,7 @@ OWN = {
         ("--task-sampler ./t.py:f --env-id CartPole-v1", "./t.py:f: no such module:function"),
         ("--task-sampler json:f --env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--capture-video", "capture_video: Bandit has no picture"),
+        ("--clip-obs 5", "clip_obs needs norm_obs"),
         ("--norm-obs --no-tabular", "norm_obs: a Bandit without tabular has no observations"),
         ("--env-id AntDir --num-trials 5 --num-minibatches 1", "num_trials 5 must be even"),
         ("--num-trials 10 --num-minibatches 4", "num_minibatches 4 must divide 10 trials"),
@@ -294,6 +304,20 @@ def test_what_a_run_cannot_change(finished, run_dir, refused):
         assert "of a run cannot change" in refused(script, f"--resume run {flags}")
     assert "does not fit these flags" in refused(script, f"--evaluate run --env-id {env_id}")
     assert "is not empty" in refused(script, f"{SHORT[script]} --run-dir run")
+
+
+@all_scripts
+def test_no_two_runs_share_a_folder(script, main, tmp_path, monkeypatch):
+    """Of two runs that begin in the same second, or that find the same folder empty."""
+    module = importlib.import_module(script)
+    args, progress = module.Args(), {"global_step": 0, "iteration": 0}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module.time, "time", lambda: 1.5)
+    logs = [module.RunLog(replace(args), "cpu", progress, True) for _ in range(3)]
+    assert [log.run_dir.name.split("__")[-1] for log in logs] == ["1", "2", "3"]
+    monkeypatch.setattr(Path, "iterdir", lambda _: iter(()))
+    with pytest.raises(module.UsageError, match="File exists"):
+        module.RunLog(replace(args, run_dir=str(logs[0].run_dir)), "cpu", progress, True)
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,18 @@ def test_seeds_decide_and_the_limit_is_the_registered_one():
     assert ppo.time_limit(pool) == 7
     cut = [pool.step(np.zeros((2, 1)))[3].tolist() for _ in range(14)]
     assert cut == ([[False] * 2] * 6 + [[True] * 2]) * 2
+    endless = make_pool("Pendulum-v1", env_kwargs='{"max_episode_steps": -1}')
+    endless.reset(seed=[1, 2])
+    assert not any(endless.step(np.zeros((2, 1)))[3].any() for _ in range(300))
+
+
+def test_a_wrapper_that_it_would_leave_out_is_refused(monkeypatch):
+    make_env = ppo.make_env
+    monkeypatch.setattr(
+        ppo, "make_env", lambda args: gym.wrappers.TransformReward(make_env(args), lambda r: -r)
+    )
+    with pytest.raises(ppo.UsageError, match="without the wrapper TransformReward"):
+        make_pool("CartPole-v1")
 
 
 def test_threads_are_shared_out_among_processes(monkeypatch):

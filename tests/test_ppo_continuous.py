@@ -426,11 +426,11 @@ def test_kl_stop_after_the_first_epoch_whose_mean_exceeds_the_target(tmp_path):
 def test_rate_and_clip_range_are_annealed(tmp_path):
     seen = run(tmp_path / "run", total_timesteps=256, anneal_clip=True, clip_coef=0.2)
     assert seen.rates == [[pytest.approx(1e-3 * x)] for x in (1, 0.75, 0.5, 0.25)]
-    clips = [x.args[5] for x in seen.updates[::8]]
+    clips = [x.args[5].item() for x in seen.updates[::8]]
     assert clips == pytest.approx([0.2, 0.15, 0.1, 0.05])
     seen = run(tmp_path / "constant", total_timesteps=256, anneal_lr=False)
     assert seen.rates == [[pytest.approx(1e-3)]] * 4
-    assert {x.args[5] for x in seen.updates} == {0.2}
+    assert {x.args[5].item() for x in seen.updates} == {np.float32(0.2)}
 
 
 def test_std_that_is_not_learned_is_constant_and_then_falls(tmp_path):

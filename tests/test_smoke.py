@@ -90,8 +90,14 @@ def test_evaluate_repeats_the_evaluation(finished, run_dir, main):
 
 
 def test_evaluation_repeats_and_changes_nothing(finished):
-    """Neither the agent nor what a training would draw next."""
+    """Neither the agent nor what a training would draw next; no module is in training mode."""
     agent = finished.module.load_agent(finished.folder / "run")
+    assert not agent.training
+    agent.train()
+    modules, training = list(agent.modules()), []
+    modules[-1].eval()  # of a copy: frozen
+    for module in modules:
+        module.register_forward_pre_hook(lambda module, _: training.append(module.training))
     before = {name: x.clone() for name, x in agent.state_dict().items()}
 
     def generators():
@@ -102,7 +108,8 @@ def test_evaluation_repeats_and_changes_nothing(finished):
     assert one == two == {name: read_summary(finished.folder / "run")[name] for name in one}
     assert generators() == states
     torch.testing.assert_close(agent.state_dict(), before, rtol=0, atol=0)
-    assert agent.training and torch.is_grad_enabled()
+    assert training and not any(training) and torch.is_grad_enabled()
+    assert [x.training for x in modules] == [True] * (len(modules) - 1) + [False]
 
 
 def test_agent_loads_into_a_program(finished):
