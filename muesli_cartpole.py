@@ -132,6 +132,8 @@ class Args:
         least = self.window * self.num_envs
         if min(self.buffer_size, self.total_timesteps) < least:
             raise UsageError(f"buffer_size and total_timesteps: at least {least} steps")
+        if self.learning_starts >= self.total_timesteps:
+            raise UsageError(f"learning_starts: no update in {self.total_timesteps} steps")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UsageError("one process trains: start it with python, not torchrun")
         if self.capture_video:
@@ -168,9 +170,8 @@ class DropInfos(gym.Wrapper):
     """Infos are not used here, and Gymnasium cannot gather all kinds of them."""
 
     def reset(self, **kwargs):
-        if kwargs.get("seed") is not None:  # samplers, too, for who draws from spaces
-            self.unwrapped.observation_space.seed(kwargs["seed"])
-            self.unwrapped.action_space.seed(kwargs["seed"])
+        if kwargs.get("seed") is not None:
+            seed_generators(self, kwargs["seed"])
         return self.env.reset(**kwargs)[0], {}
 
     def step(self, action):
@@ -595,6 +596,7 @@ def train(args, checkpoint=None):
         if iteration == first_iteration or (exact and (iteration - 1) % checkpoint_every == 0):
             replay.last[(replay.count - 1) % len(replay.last)] = 1  # cut like by a time limit
             next_obs, _ = reset(envs, args.seed, 0, iteration)
+            check_finite(iteration, observations=next_obs)
             last, terminal = np.zeros((2, N), bool)
 
         # Rollout
@@ -765,6 +767,14 @@ def gym_make(env_id, env_kwargs, **more):
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
+
+
+def seed_generators(env, seed):
+    """Of environments that draw from spaces, or do not heed reset's seed; no two streams alike."""
+    env, seeds = env.unwrapped, np.random.SeedSequence((seed, 2)).generate_state(3).tolist()
+    env.np_random = np.random.default_rng(seeds[0])
+    env.observation_space.seed(seeds[1])
+    env.action_space.seed(seeds[2])
 
 
 def check_env(env):

@@ -193,9 +193,8 @@ class KeepInfos(gym.Wrapper):
         return {key: info[key] for key in self.KEPT if info.get(key) is not None}
 
     def reset(self, **kwargs):
-        if kwargs.get("seed") is not None:  # samplers, too, for who draws from spaces
-            self.unwrapped.observation_space.seed(kwargs["seed"])
-            self.unwrapped.action_space.seed(kwargs["seed"])
+        if kwargs.get("seed") is not None:
+            seed_generators(self, kwargs["seed"])
             if self.spec.id.startswith("BipedalWalker"):  # whose contacts depend on what was before
                 self.unwrapped._destroy()
                 self.unwrapped.world = type(self.unwrapped.world)()
@@ -775,6 +774,14 @@ def gym_make(env_id, env_kwargs, **more):
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
+
+
+def seed_generators(env, seed):
+    """Of environments that draw from spaces, or do not heed reset's seed; no two streams alike."""
+    env, seeds = env.unwrapped, np.random.SeedSequence((seed, 2)).generate_state(3).tolist()
+    env.np_random = np.random.default_rng(seeds[0])
+    env.observation_space.seed(seeds[1])
+    env.action_space.seed(seeds[2])
 
 
 def check_env(env):

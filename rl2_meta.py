@@ -157,6 +157,8 @@ class Args:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
         if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
             raise UsageError("norm_obs: a Bandit without tabular has no observations")
+        if self.env_id == "TabularMDP" and self.norm_obs and self.tabular:
+            raise UsageError("norm_obs: tabular reads the state from its one-hot observation")
         if self.env_id in ("HalfCheetahDir", "AntDir") and N % 2:
             raise UsageError(f"num_trials {N} must be even: as many run forward as backward")
         if self.capture_video:
@@ -719,13 +721,12 @@ class Task(gym.Wrapper):
 
     def reset(self, *, seed=None, options=None):
         if seed is not None:
+            seed_generators(self, seed)  # first: a sampler may draw from the environment's own
             rng = np.random.default_rng((seed, 1))  # with the start's, obs would tell the task
             if self.sampler:
                 self.sampler(self.env.unwrapped, rng)
             elif self.to_velocity:
                 self.goal = rng.uniform(0, 2)
-            self.unwrapped.observation_space.seed(seed)  # for who draws from spaces
-            self.unwrapped.action_space.seed(seed)
         obs, _ = self.env.reset(seed=seed, options=options)
         return obs, {"hint": np.array([self.goal])}
 
@@ -780,6 +781,14 @@ def gym_make(env_id, env_kwargs, **more):
         if any(words in str(error) for words in wrong):
             raise UsageError(f"{env_id}: {error}") from error
         raise
+
+
+def seed_generators(env, seed):
+    """Of environments that draw from spaces, or do not heed reset's seed; no two streams alike."""
+    env, seeds = env.unwrapped, np.random.SeedSequence((seed, 2)).generate_state(3).tolist()
+    env.np_random = np.random.default_rng(seeds[0])
+    env.observation_space.seed(seeds[1])
+    env.action_space.seed(seeds[2])
 
 
 def check_env(env):

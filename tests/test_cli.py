@@ -179,6 +179,7 @@ OWN = {
         ("--env-id probes:ShownWords-v0", "are no vector: drop parts of it with a wrapper"),
         ("--buffer-size 43", "at least 44 steps"),
         ("--total-timesteps 43", "at least 44 steps"),
+        ("--learning-starts 600", "learning_starts: no update in 600 steps"),
     ],
     "rl2_meta": [
         ("--env-id bandit", "env_id bandit, task_sampler None: give one of Bandit, TabularMDP, "),
@@ -193,6 +194,7 @@ OWN = {
         ("--task-sampler json:f --env-id CartPol-v1", "Did you mean: `CartPole`"),
         ("--capture-video", "capture_video: Bandit has no picture"),
         ("--clip-obs 5", "clip_obs needs norm_obs"),
+        ("--env-id TabularMDP --norm-obs", "norm_obs: tabular reads the state from its one-hot"),
         ("--norm-obs --no-tabular", "norm_obs: a Bandit without tabular has no observations"),
         ("--env-id AntDir --num-trials 5 --num-minibatches 1", "num_trials 5 must be even"),
         ("--num-trials 10 --num-minibatches 4", "num_minibatches 4 must divide 10 trials"),

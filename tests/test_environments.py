@@ -1,7 +1,9 @@
 """Other people's environments: their faults, their habits, what the scripts make of them."""
 
+import importlib
 import json
 import random
+import re
 import shutil
 import struct
 
@@ -194,6 +196,44 @@ def test_all_randomness_comes_from_the_seed(script, start, tmp_path):
     np.testing.assert_equal(*results)
 
 
+DRAWN = []
+
+
+def draw_task(env, rng):
+    DRAWN.append(env.np_random.random())
+
+
+@scripts
+@pytest.mark.parametrize("heeds", [True, False])
+def test_streams_of_environments_are_their_own(script, heeds):
+    """Of their generator before and after reset, of their spaces; also if reset heeds no seed."""
+
+    class Drawing(Theirs):
+        observation_space, action_space = Box(-1, 1, (1,)), Discrete(10**9)
+
+        def reset(self, *, seed=None, options=None):
+            self.t = 0
+            gym.Env.reset(self, seed=seed if heeds else None)
+            DRAWN.append(self.np_random.random())
+            DRAWN.append((self.observation_space.sample().item() + 1) / 2)
+            DRAWN.append(self.action_space.sample() / 10**9)
+            return self.observe(), {}
+
+    module, seen = importlib.import_module(script), []
+    flags = {"task_sampler": "test_environments:draw_task"} if script == "rl2_meta" else {}
+    gym.register("Theirs-v0", Drawing)
+    try:
+        envs = module.make_envs(module.Args(env_id="Theirs-v0", **flags), 3)
+    finally:
+        del gym.registry["Theirs-v0"]
+    for key in (1, 2, 1):
+        DRAWN.clear()
+        module.reset(envs, key)
+        seen.append(np.round(DRAWN, 6).tolist())
+    assert seen[0] == seen[2]
+    assert len({*seen[0], *seen[1]}) == 2 * 3 * (4 if flags else 3)
+
+
 class Masked(probes.Masked):
     """Its mask is a part of the observation."""
 
@@ -252,6 +292,16 @@ def test_nan_in_the_last_observation_of_an_episode_stops_the_run(script, end, st
 
     _, err = start(script, Last, status=1)
     assert "observations not finite in iteration 1" in err
+
+
+@scripts
+def test_nan_in_the_first_observation_stops_the_run(script, start):
+    class First(probes.Probe):
+        def observe(self):
+            return np.full(1, np.nan if self.t == 0 else 0, np.float32)
+
+    _, err = start(script, First, status=1)
+    assert re.search("observations not finite in iteration [01]", err)
 
 
 # --------------------------------------------------------------------------- the real wandb package
