@@ -132,7 +132,7 @@ class Args:
         least = self.window * self.num_envs
         if min(self.buffer_size, self.total_timesteps) < least:
             raise UsageError(f"buffer_size and total_timesteps: at least {least} steps")
-        if self.learning_starts >= self.total_timesteps:
+        if self.evaluate is None and self.learning_starts >= self.total_timesteps:
             raise UsageError(f"learning_starts: no update in {self.total_timesteps} steps")
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise UsageError("one process trains: start it with python, not torchrun")

@@ -142,7 +142,8 @@ class Args:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         needs = {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "env_threads": "envpool"}
         for flag, needed in needs.items():
-            if getattr(self, flag) != getattr(Args, flag) and not getattr(self, needed):
+            useless = getattr(self, flag) != getattr(Args, flag) and not getattr(self, needed)
+            if useless and self.evaluate is None:
                 raise UsageError(f"{flag} needs {needed}")
         if self.capture_video:
             check_video(make_env(self))

@@ -151,13 +151,13 @@ class Args:
             raise UsageError("episode_length is of simulators only; episodes_per_trial is of all")
         if self.num_arms != Args.num_arms and self.env_id != "Bandit":
             raise UsageError("num_arms is of a Bandit only")
-        if self.clip_obs != Args.clip_obs and not self.norm_obs:
+        if self.clip_obs != Args.clip_obs and not self.norm_obs and self.evaluate is None:
             raise UsageError("clip_obs needs norm_obs")
         if self.capture_video and self.env_id in families[:2]:
             raise UsageError(f"capture_video: {self.env_id} has no picture")
         if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
             raise UsageError("norm_obs: a Bandit without tabular has no observations")
-        if self.env_id == "TabularMDP" and self.norm_obs and self.tabular:
+        if self.env_id == "TabularMDP" and self.norm_obs and self.tabular and self.evaluate is None:
             raise UsageError("norm_obs: tabular reads the state from its one-hot observation")
         if self.env_id in ("HalfCheetahDir", "AntDir") and N % 2:
             raise UsageError(f"num_trials {N} must be even: as many run forward as backward")
