@@ -770,7 +770,7 @@ def gym_make(env_id, env_kwargs, **more):
 
 
 def seed_generators(env, seed):
-    """Of environments that draw from spaces, or do not heed reset's seed; no two streams alike."""
+    """What is drawn from besides reset's seed, spaces too: each with a stream of its own."""
     env, seeds = env.unwrapped, np.random.SeedSequence((seed, 2)).generate_state(3).tolist()
     env.np_random = np.random.default_rng(seeds[0])
     env.observation_space.seed(seeds[1])

@@ -532,7 +532,7 @@ def train(args, checkpoint=None):
     batch_size = N * T * WORLD_SIZE
     steps_left = args.total_timesteps - progress["global_step"]
     num_iterations = progress["iteration"] + steps_left // batch_size
-    last_step = progress["global_step"] + steps_left // batch_size * batch_size
+    final_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
         raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
@@ -545,11 +545,11 @@ def train(args, checkpoint=None):
     for iteration in range(first_iteration, num_iterations + 1):
         if iteration > 0:
             read_live(args, optimizer, log, progress["global_step"])
-        remaining = 1 - progress["global_step"] / last_step
+        remaining = 1 - progress["global_step"] / final_step
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
-        # As a tensor: torch.compile makes a number that changes another graph, which rounds anew.
+        # A tensor: torch.compile takes a number as constant at first, and rounds differently later.
         clip_coef = tensor(args.clip_coef * (remaining if args.anneal_clip else 1))  # [X1]
         if agent.continuous and args.learn_std:
             agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
@@ -778,7 +778,7 @@ def gym_make(env_id, env_kwargs, **more):
 
 
 def seed_generators(env, seed):
-    """Of environments that draw from spaces, or do not heed reset's seed; no two streams alike."""
+    """What is drawn from besides reset's seed, spaces too: each with a stream of its own."""
     env, seeds = env.unwrapped, np.random.SeedSequence((seed, 2)).generate_state(3).tolist()
     env.np_random = np.random.default_rng(seeds[0])
     env.observation_space.seed(seeds[1])

@@ -88,14 +88,14 @@ def run_dir(finished, tmp_path):
 def main(tmp_path, monkeypatch, capsys):
     """Function that calls a script's main in tmp_path. Returns stdout, stderr."""
 
-    def call_main(script, flags, status=0, run=lambda main: main()):
+    def call_main(script, flags, status=0):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(flags)])
         capsys.readouterr()
         code = 0
         try:
-            run(importlib.import_module(script).main)
+            importlib.import_module(script).main()
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
@@ -103,6 +103,26 @@ def main(tmp_path, monkeypatch, capsys):
             code, err = 1, f"{err}{code}\n"
         assert code == status, out + err
         return out, err
+
+    return call_main
+
+
+@pytest.fixture
+def stopped(main, monkeypatch):
+    """Function that calls a script's main, with Ctrl-C after an iteration's checkpoint."""
+
+    def call_main(script, flags, iteration):
+        log = importlib.import_module(script).RunLog
+        save = log.save
+
+        def save_and_stop(self, saved, progress):
+            save(self, saved, progress)
+            if progress["iteration"] == iteration:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(log, "save", save_and_stop)
+            main(script, flags, status=130)
 
     return call_main
 

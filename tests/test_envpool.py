@@ -100,25 +100,12 @@ def test_threads_are_shared_out_among_processes(monkeypatch):
 
 
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "InvertedPendulum-v5"])
-def test_resume_is_exact(main, tmp_path, env_id):
+def test_resume_is_exact(main, stopped, tmp_path, env_id):
     flags = f"""{SHORT} --env-id {env_id} --env-kwargs '{{"max_episode_steps": 20}}'
         --checkpoint-every 2 --total-timesteps"""
     main("ppo_continuous", f"{flags} 576")
     (tmp_path / "run").rename(tmp_path / "whole")
-
-    def killed_after_4(main):
-        with pytest.MonkeyPatch.context() as patch:
-            save = ppo.RunLog.save
-
-            def save_and_stop(log, saved, progress):
-                save(log, saved, progress)
-                if progress["iteration"] == 4:
-                    raise KeyboardInterrupt
-
-            patch.setattr(ppo.RunLog, "save", save_and_stop)
-            main()
-
-    main("ppo_continuous", f"{flags} 576", 130, run=killed_after_4)
+    stopped("ppo_continuous", f"{flags} 576", 4)
     resume(main, "ppo_continuous")
     whole, resumed = (flat(load(tmp_path / name)) for name in ("whole", "run"))
     different = {name for name, x in whole.items() if not np.array_equal(x, resumed[name])}

@@ -1,6 +1,5 @@
 """A run that was killed and resumed ends bit for bit like one that was not."""
 
-import importlib
 import os
 import shutil
 import signal
@@ -10,8 +9,6 @@ import pytest
 import torch
 from conftest import ROOT, SHORT, all_scripts, flat, load, read_events, resume, run_python
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-import ppo_continuous
 
 # Kills itself in the sixth optimizer step after the first checkpoint.
 KILLED = """
@@ -138,22 +135,13 @@ def test_ctrl_c_has_status_130(script, main, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-def test_a_clip_range_that_changes_is_resumed_exactly(main, tmp_path, monkeypatch):
+def test_a_clip_range_that_changes_is_resumed_exactly(main, stopped, tmp_path):
     """Compiled, too: another process gives the same graph to its first iteration."""
     flags = f"{SHORT['ppo_continuous']} --env-id Pendulum-v1 --compile --anneal-clip"
     flags += " --clip-coef 0.01 --learning-rate 0.01 --total-timesteps 192 --run-dir"
-    save = ppo_continuous.RunLog.save
-
-    def save_and_stop(log, saved, progress):
-        save(log, saved, progress)
-        if progress["iteration"] == 4:
-            raise KeyboardInterrupt
-
     torch.compiler.reset()
     main("ppo_continuous", f"{flags} whole")
-    with monkeypatch.context() as patch:
-        patch.setattr(ppo_continuous.RunLog, "save", save_and_stop)
-        main("ppo_continuous", f"{flags} run", status=130)
+    stopped("ppo_continuous", f"{flags} run", 4)
     torch.compiler.reset()
     resume(main, "ppo_continuous")
     check_same(tmp_path / "run", tmp_path / "whole")
@@ -167,17 +155,9 @@ def test_a_clip_range_that_changes_is_resumed_exactly(main, tmp_path, monkeypatc
         ("rl2_meta", "--num-trials 32"),
     ],
 )
-def test_the_learning_rate_falls_with_the_steps(script, flag, main, tmp_path, monkeypatch):
+def test_the_learning_rate_falls_with_the_steps(script, flag, main, stopped, tmp_path):
     """Also where a resume takes twice as many at a time."""
-    save = importlib.import_module(script).RunLog.save
-
-    def save_and_stop(log, saved, progress):
-        save(log, saved, progress)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(importlib.import_module(script).RunLog, "save", save_and_stop)
-        main(script, f"{SHORT[script]} --learning-rate 1 --run-dir run", status=130)
+    stopped(script, f"{SHORT[script]} --learning-rate 1 --run-dir run", 2)
     resume(main, script, flag)
     rates = list(read_events(tmp_path / "run")["charts/learning_rate"].values())
     assert rates == pytest.approx([1, 0.75, 0.5])
