@@ -88,14 +88,14 @@ def run_dir(finished, tmp_path):
 def main(tmp_path, monkeypatch, capsys):
     """Function that calls a script's main in tmp_path. Returns stdout, stderr."""
 
-    def call_main(script, flags, status=0):
+    def call_main(script, flags, status=0, run=lambda main: main()):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.setattr(sys, "argv", [f"{script}.py", *shlex.split(flags)])
         capsys.readouterr()
         code = 0
         try:
-            importlib.import_module(script).main()
+            run(importlib.import_module(script).main)
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
