@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from gymnasium.vector.utils import batch_space
 from torch import nn
 from torch.distributions import Categorical, Distribution
 from torch.utils.tensorboard import SummaryWriter
@@ -64,7 +65,7 @@ class Args:
     checkpoint_every: int = 0  # iterations between checkpoints; 0: a twentieth of the run
 
     # Environment
-    env_id: str = "Breakout"  # a game: Breakout, BreakoutNoFrameskip-v4, ALE/Breakout-v5
+    env_id: str = "Breakout"  # or BreakoutNoFrameskip-v4; ALE/Breakout-v5 has sticky actions
     total_timesteps: int = 10_000_000  # steps over all environments and processes
     num_envs: int = 8  # environments per process [D1]
     num_steps: int = 128  # steps per environment in a rollout [D1]
@@ -77,8 +78,6 @@ class Args:
     grayscale: bool = True  # one channel per frame; off: three [D18]
     sign_rewards: bool = True  # learn from the sign of rewards; evaluation takes the score [D19]
     frame_stack: int = 4  # frames that the network sees; black ones before a game's first [D20]
-    sticky_actions: float | None = None  # chance to repeat an action; default: 0.25 for ALE/X-v5
-    full_actions: bool = False  # all 18 actions; off: those that the game uses
     max_frames: int = 108_000  # time limit of a game; 108,000 is half an hour
     truncation_bootstrap: bool = True  # bootstrap at time limits; off: terminal (CleanRL)
 
@@ -89,7 +88,6 @@ class Args:
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
-    recompute_adv: bool = False  # advantages, values anew every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 4  # maximum epochs per rollout [D6]
     norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
@@ -100,7 +98,6 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
-    norm_value: bool = False  # the critic learns returns divided by their running std
 
     # Network
     share_network: bool = True  # one network for actor and critic, or one each [D13, D21]
@@ -145,7 +142,6 @@ RANGES = {  # of other numbers: from 0, whole ones from 1
     "torch_threads": (1, 1024), "env_threads": (0, 1024), "learning_rate": (1e-12, 100),
     "gamma": (0, 1), "gae_lambda": (0, 1), "noop_max": (0, 1000), "frame_skip": (1, 1000),
     "frame_stack": (1, 1000), "screen_size": (36, 1000), "max_frames": (1, 10**9),
-    "sticky_actions": (0, 1),
 }  # fmt: skip
 LIVE_FLAGS = {
     "learning_rate": float, "clip_coef": float, "ent_coef": float, "vf_coef": float,
@@ -173,6 +169,9 @@ class Games(gym.vector.VectorWrapper):
         self.args, self.video_dir, self.actions = args, video_dir, []
         fire = np.array([action.name == "FIRE" for action in envs.unwrapped.ale.get_action_set()])
         self.first_actions = fire if args.fire_reset and fire.any() else np.ones_like(fire)
+        image = self.to_images(envs.single_observation_space.low[None])[0]
+        self.single_observation_space = gym.spaces.Box(0, 255, image.shape, np.uint8)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
 
     def reset(self, seed=None, options=None):
         self.seed = None if seed is None else np.array(seed) % 2**31
@@ -189,17 +188,17 @@ class Games(gym.vector.VectorWrapper):
         self.lives, self.first_frame = infos["lives"], first_frame
         self.episode_returns += reward
         self.episode_lengths += 1
-        told = self.make_infos(life_begins)
-        told["_episode"] = game_over
-        told["episode"] = {"r": self.episode_returns.copy(), "l": self.episode_lengths.copy()}
+        own_infos = self.make_infos(life_begins)
+        own_infos["_episode"] = game_over
+        own_infos["episode"] = {"r": self.episode_returns.copy(), "l": self.episode_lengths.copy()}
         if truncated.any():  # ALE drops the last frame: this is the picture before it
-            told["final_obs"] = self.to_images(infos["final_obs"])
+            own_infos["final_obs"] = self.to_images(infos["final_obs"])
         if self.video_dir:
             self.actions.append(actions[:1])
             if game_over[0]:
                 self.record()
         self.episode_returns[game_over] = self.episode_lengths[game_over] = 0
-        return self.to_images(obs), reward, terminated, truncated, told
+        return self.to_images(obs), reward, terminated, truncated, own_infos
 
     def find_first_frame(self, infos):
         return infos["frame_number"] - infos["episode_frame_number"]
@@ -213,7 +212,7 @@ class Games(gym.vector.VectorWrapper):
         return obs.reshape(*obs.shape[:3], -1)
 
     def record(self):
-        """Play the first game again, larger and in color, but for its last action."""
+        """Record a replay of the first game, larger and in color, without its last step."""
         from moviepy.video.io.ffmpeg_writer import FFMPEG_VideoWriter
 
         path = Path(self.video_dir, "episode-0.mp4")
@@ -231,7 +230,7 @@ class Games(gym.vector.VectorWrapper):
 def make_envs(args, num_envs, video_dir=None):
     """Games that restart in the step that ends them; the first may be recorded to `video_dir`."""
     name = re.sub(r"^ALE/|(NoFrameskip|Deterministic)?-v[45]$", "", args.env_id)
-    sticky = 0.25 if args.env_id.startswith("ALE/") else 0.0  # as Gymnasium's
+    sticky = 0.25 if args.env_id.startswith("ALE/") else 0.0  # chance to repeat an action
     try:
         envs = gym.make_vec(
             f"ALE/{name}-v5",
@@ -249,10 +248,7 @@ def make_envs(args, num_envs, video_dir=None):
             grayscale=args.grayscale,  # [D18]
             reward_clipping=False,  # the score is logged
             stack_num=args.frame_stack,  # [D20]
-            repeat_action_probability=sticky
-            if args.sticky_actions is None
-            else args.sticky_actions,
-            full_action_space=args.full_actions,
+            repeat_action_probability=sticky,
             max_num_frames_per_episode=args.max_frames,
         )
     except (gym.error.Error, ModuleNotFoundError, ValueError) as error:  # of module:Env-v0
@@ -281,41 +277,6 @@ def mean_over_ranks(x):
         dist.all_reduce(x)
         x /= WORLD_SIZE
     return x
-
-
-class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
-
-    def __init__(self, *shape):
-        super().__init__()
-        self.mean = nn.Buffer(torch.zeros(shape, dtype=torch.float64))
-        self.var = nn.Buffer(torch.ones(shape, dtype=torch.float64))
-        self.count = nn.Buffer(torch.zeros((), dtype=torch.float64))
-
-    @property
-    def std(self):
-        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
-        squares = self.var + 1e-10 * self.mean**2
-        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
-        squares = torch.maximum(squares, floor)
-        return torch.where(squares > 0, squares, 1.0).sqrt()
-
-    @property
-    def scale(self):
-        """As std, but the floor is a hundredth of the mean, which is not subtracted."""
-        squares = self.var + 1e-4 * self.mean**2
-        return torch.where(squares > 0, squares, 1.0).sqrt().float()
-
-    def update(self, x):
-        """Add a batch (..., *shape) by the parallel formula of Chan et al. 1979."""
-        x = x.double().reshape(-1, *self.mean.shape)
-        batch_mean, n = mean_over_ranks(x.mean(0)), len(x) * WORLD_SIZE
-        batch_var = mean_over_ranks((x - batch_mean).square().mean(0))
-        self.count += n
-        share, delta = n / self.count, batch_mean - self.mean
-        self.mean += share * delta
-        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
-        self.var += share * (batch_var + (1 - share) * delta**2)
 
 
 def layer_init(layer, gain, args):
@@ -348,34 +309,31 @@ class NatureCNN(nn.Sequential):
 
 
 class Agent(nn.Module):
-    """Actor, critic and the unit of returns. It takes images of bytes (batch, H, W, C).
+    """Actor and critic. It takes images of bytes (batch, H, W, C).
 
     A batch holds S sequences of equal length, flattened: their first steps, their second, ...
     `rnn_state` (K, S, H) is before the first step; `done` (batch,) is 1 where an episode begins;
-    `mask` (batch, A) has the allowed actions. Values are in units of `return_rms.scale`."""
+    `mask` (batch, A) has the allowed actions."""
 
     def __init__(self, envs, args):
         super().__init__()
-        self.args, self.return_rms = args, RunningMeanStd()
-        channels = args.frame_stack * (1 if args.grayscale else 3)
+        self.args = args
+        channels = envs.single_observation_space.shape[2]
         num_actions, width = int(envs.single_action_space.n), 512
         self.num_states = {"none": 0, "gru": 1, "lstm": 2}[args.rnn]  # K
 
-        def cnn(shared):
-            return [NatureCNN(channels, args)] if shared == args.share_network else []  # [D13]
-
-        self.shared = nn.Sequential(*cnn(True))
+        self.shared = nn.Sequential()
+        if args.share_network:  # [D13]
+            self.shared.append(NatureCNN(channels, args))
         if self.num_states:
             layer = nn.GRU if args.rnn == "gru" else nn.LSTM
             self.rnn = layer_init(layer(width, args.rnn_hidden), 1.0, args)
             width = args.rnn_hidden
-        actor = layer_init(nn.Linear(width, num_actions), 0.01, args)
-        critic = layer_init(nn.Linear(width, 1), 1.0, args)
-        self.actor = nn.Sequential(*cnn(False), actor)
-        self.critic = nn.Sequential(*cnn(False), critic)
-        if args.norm_value:  # the critic's own noise must not enter the std of returns
-            nn.init.zeros_(self.critic[-1].weight)
-            nn.init.zeros_(self.critic[-1].bias)
+        self.actor = nn.Sequential(layer_init(nn.Linear(width, num_actions), 0.01, args))
+        self.critic = nn.Sequential(layer_init(nn.Linear(width, 1), 1.0, args))
+        if not args.share_network:
+            self.actor.insert(0, NatureCNN(channels, args))
+            self.critic.insert(0, NatureCNN(channels, args))
 
     def to_env(self, action):
         """Actions (N,) as the games take them."""
@@ -383,7 +341,7 @@ class Agent(nn.Module):
 
     def read_mask(self, infos, num_envs):
         """Allowed actions (N, A)."""
-        return torch.from_numpy(infos["action_mask"]).to(self.return_rms.mean.device)
+        return torch.from_numpy(infos["action_mask"]).to(next(self.parameters()).device)
 
     def normalize(self, obs):
         # Channels stay last in memory: convolutions take 20 % less time.
@@ -442,11 +400,10 @@ def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda
     next_values = torch.cat([values[1:], next_value[None]])
     deltas = rewards + gamma * next_values * nonterminal - values
     decays = gamma * gae_lambda * nonterminal
-    advantages, advantage = [], torch.zeros_like(next_value)
-    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
-        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage
-        advantages.append(advantage)
-    return torch.stack(advantages[::-1])
+    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = advantage = torch.addcmul(deltas[t], decays[t], advantage)  # a + b * c
+    return advantages
 
 
 def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
@@ -551,7 +508,7 @@ def train(args, checkpoint=None):
         actions = torch.zeros(T, N, dtype=torch.int64, device=device)
         logprobs, rewards, dones, values = torch.zeros(4, T, N, device=device)
         rnn_states = torch.zeros(T, *rnn_state.shape, device=device)
-        episodes, time_limits = [], []
+        episodes = []
         for t in range(T):
             obs[t], dones[t], masks[t], rnn_states[t] = next_obs, next_done, next_mask, rnn_state
             with torch.no_grad():
@@ -566,57 +523,34 @@ def train(args, checkpoint=None):
             cut = np.flatnonzero(truncated & ~terminated)  # by a time limit
             if args.truncation_bootstrap and len(cut):
                 final_obs = torch.as_tensor(infos["final_obs"][cut], device=device)
-                time_limits.append((t, cut, final_obs, rnn_state[:, cut]))
+                no_reset = torch.zeros(len(cut), device=device)
+                with torch.no_grad():
+                    value, _ = agent.get_value(final_obs, rnn_state[:, cut], no_reset)
+                rewards[t, cut] += args.gamma * value
             for n in np.flatnonzero(infos["_episode"]):
                 episodes.append([infos["episode"][key][n].item() for key in ("r", "l")])
 
-        # Update
-        losses, last_state = [], rnn_state
-        for epoch in range(args.update_epochs):
-            # Advantages
-            if epoch == 0 or args.recompute_adv:
-                std = agent.return_rms.scale
-                with torch.no_grad():
-                    if epoch > 0:
-                        values, last_state = agent.get_value(
-                            obs.flatten(0, 1), rnn_states[0], dones.flatten()
-                        )
-                    next_value = std * agent.get_value(next_obs, last_state, next_done)[0]
-                    bootstrapped = rewards.clone()
-                    for t, cut, final_obs, state in time_limits:
-                        if epoch > 0 and agent.num_states:  # as for last_state
-                            past = obs[: t + 1, cut].flatten(0, 1), dones[: t + 1, cut].flatten()
-                            _, state = agent.get_value(past[0], rnn_states[0][:, cut], past[1])
-                        begins = torch.zeros(len(cut), device=device)
-                        value, _ = agent.get_value(final_obs, state, begins)
-                        bootstrapped[t, cut] += args.gamma * std * value
-                values = std * values.reshape(T, N)
-                advantages = compute_gae(
-                    bootstrapped, values, dones, next_value, next_done, args.gamma, args.gae_lambda
-                )
-                returns = advantages + values  # TD(lambda)
-                if epoch == 0:
-                    explained_variance = 1 - advantages.var() / returns.var()
-                if epoch == 0 and args.norm_value:
-                    agent.return_rms.update(returns)
-                    old_std, std = std, agent.return_rms.scale
-                    with torch.no_grad():  # keep the values in the new unit (Pop-Art, 2016)
-                        for parameter in agent.critic[-1].parameters():
-                            parameter *= old_std / std
-                batch = {
-                    "obs": obs, "dones": dones, "masks": masks, "actions": actions,
-                    "logprobs": logprobs, "advantages": advantages / std,
-                    "values": values / std, "returns": returns / std,
-                }  # fmt: skip
-                # (T, N, ...) to (L, S, ...): S = T * N / L sequences [D35]
-                batch = {
-                    name: x.unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2)
-                    for name, x in batch.items()
-                }
-                initial_states = rnn_states[::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
+        # Advantages
+        with torch.no_grad():
+            next_value, _ = agent.get_value(next_obs, rnn_state, next_done)
+        advantages = compute_gae(
+            rewards, values, dones, next_value, next_done, args.gamma, args.gae_lambda
+        )
+        returns = advantages + values  # TD(lambda)
+        explained_variance = 1 - advantages.var() / returns.var()
+        batch = {
+            "obs": obs, "dones": dones, "masks": masks, "actions": actions,
+            "logprobs": logprobs, "advantages": advantages, "values": values, "returns": returns,
+        }  # fmt: skip
+        # (T, N, ...) to (L, S, ...): S = T * N / L sequences [D35]
+        batch = {
+            name: x.unflatten(0, (-1, L)).transpose(0, 1).flatten(1, 2) for name, x in batch.items()
+        }
+        initial_states = rnn_states[::L].transpose(0, 1).flatten(1, 2)  # (K, S, H) [D36]
 
-            # Minibatches [D6]
-            num_sequences = batch["obs"].shape[1]
+        # Update: epochs of minibatches [D6]
+        losses, num_sequences = [], batch["obs"].shape[1]
+        for _ in range(args.update_epochs):
             for index in torch.randperm(num_sequences, device=device).chunk(args.num_minibatches):
                 losses.append(update(agent, params, batch, initial_states, index, clip_coef))
                 optimizer.step()
@@ -631,15 +565,14 @@ def train(args, checkpoint=None):
         progress["global_step"] += batch_size
         progress["seconds"] += seconds
         progress["episodes"] = (progress["episodes"] + episodes)[-100:]
-        means = {
-            name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
-            for name in losses[0]
-        }
+        means = {name: torch.stack([x[name] for x in losses]).mean() for name in losses[0]}
+        means = {name: mean_over_ranks(x).item() for name, x in means.items()}
         for name, x in {"rewards": rewards, **means}.items():
             if not torch.as_tensor(x).isfinite().all():
                 raise FloatingPointError(f"{name} not finite in iteration {iteration}")
         if log:
-            means |= {"explained_variance": explained_variance.item(), "epochs": epoch + 1}
+            epochs = len(losses) // args.num_minibatches
+            means |= {"explained_variance": explained_variance.item(), "epochs": epochs}
             log.write(progress, optimizer, means, batch_size / seconds)
             if iteration % checkpoint_every == 0:
                 log.save(saved, progress)
@@ -660,7 +593,7 @@ def evaluate(agent, global_step=0):
     """Raw returns of the first episode in each of `eval_episodes` environments, for summary.json.
 
     Changes neither the agent nor the randomness of a training."""
-    args, N, device = agent.args, agent.args.eval_episodes, agent.return_rms.mean.device
+    args, N, device = agent.args, agent.args.eval_episodes, next(agent.parameters()).device
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
     modes = {module: module.training for module in agent.modules()}
     agent.eval()

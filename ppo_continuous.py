@@ -451,11 +451,10 @@ def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda
     next_values = torch.cat([values[1:], next_value[None]])
     deltas = rewards + gamma * next_values * nonterminal - values
     decays = gamma * gae_lambda * nonterminal
-    advantages, advantage = [], torch.zeros_like(next_value)
-    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
-        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage
-        advantages.append(advantage)
-    return torch.stack(advantages[::-1])
+    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = advantage = torch.addcmul(deltas[t], decays[t], advantage)  # a + b * c
+    return advantages
 
 
 def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
@@ -512,9 +511,8 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
 def train(args, checkpoint=None):
     """Train, from a checkpoint on if there is one, then evaluate. Returns the summary."""
     device = set_up_torch(args)
-    envs = (
-        RecordEpisodeStatistics(EnvPool(args)) if args.envpool else make_envs(args, args.num_envs)
-    )
+    T, N, L = args.num_steps, args.num_envs, args.seq_len
+    envs = RecordEpisodeStatistics(EnvPool(args)) if args.envpool else make_envs(args, N)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
     if agent.continuous and args.ent_coef and not args.learn_std:
@@ -527,7 +525,6 @@ def train(args, checkpoint=None):
     progress = restore(saved, checkpoint)
     act, update = compile_functions(args, device, agent.get_action_and_value, compute_gradients)
 
-    T, N, L = args.num_steps, args.num_envs, args.seq_len
     tensor = partial(torch.as_tensor, dtype=torch.float32, device=device)
     batch_size = N * T * WORLD_SIZE
     steps_left = args.total_timesteps - progress["global_step"]
@@ -631,8 +628,7 @@ def train(args, checkpoint=None):
                 if args.debias_value:
                     # Where all rewards are costs, a critic that begins at 0 overrates states
                     # that the policy has not seen, and the policy keeps seeking them.
-                    stats = torch.stack([advantages.mean(), returns.std()])
-                    error, spread = mean_over_ranks(stats)
+                    error, spread = mean_over_ranks(torch.stack([advantages.mean(), returns.std()]))
                     if error.abs() > spread:
                         values += error
                         with torch.no_grad():
@@ -674,10 +670,8 @@ def train(args, checkpoint=None):
         progress["global_step"] += batch_size
         progress["seconds"] += seconds
         progress["episodes"] = (progress["episodes"] + episodes)[-100:]
-        means = {
-            name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
-            for name in losses[0]
-        }
+        means = {name: torch.stack([x[name] for x in losses]).mean() for name in losses[0]}
+        means = {name: mean_over_ranks(x).item() for name, x in means.items()}
         seen = {"observations": obs, "last observations": np.array(last_obs), "rewards": rewards}
         for name, x in (seen | means).items():
             if not torch.as_tensor(x).isfinite().all():
@@ -704,7 +698,7 @@ def evaluate(agent, global_step=0):
     """Raw returns of the first episode in each of `eval_episodes` environments, for summary.json.
 
     Changes neither the agent nor the randomness of a training."""
-    args, N, device = agent.args, agent.args.eval_episodes, agent.return_rms.mean.device
+    args, N, device = agent.args, agent.args.eval_episodes, next(agent.parameters()).device
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
     modes = {module: module.training for module in agent.modules()}
     agent.eval()

@@ -490,11 +490,10 @@ def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda
     next_values = torch.cat([values[1:], next_value[None]])
     deltas = rewards + gamma * next_values * nonterminal - values
     decays = gamma * gae_lambda * nonterminal
-    advantages, advantage = [], torch.zeros_like(next_value)
-    for delta, decay in zip(reversed(deltas.unbind()), reversed(decays.unbind()), strict=True):
-        advantage = torch.addcmul(delta, decay, advantage)  # delta + decay * advantage
-        advantages.append(advantage)
-    return torch.stack(advantages[::-1])
+    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(next_value)
+    for t in reversed(range(len(rewards))):
+        advantages[t] = advantage = torch.addcmul(deltas[t], decays[t], advantage)  # a + b * c
+    return advantages
 
 
 def episode_returns(rewards, dones, num_episodes):
@@ -664,10 +663,8 @@ def train(args, checkpoint=None):
         progress["seconds"] += seconds
         trial = returns_by_episode.sum(0).mean().item(), counted.sum(0).float().mean().item()
         progress["episodes"] = [list(trial)]
-        means = {
-            name: mean_over_ranks(torch.stack([x[name] for x in losses]).mean()).item()
-            for name in losses[0]
-        }
+        means = {name: torch.stack([x[name] for x in losses]).mean() for name in losses[0]}
+        means = {name: mean_over_ranks(x).item() for name, x in means.items()}
         seen = {"observations": obs, "last observations": np.array(last_obs), "rewards": rewards}
         for name, x in (seen | means).items():
             if not torch.as_tensor(x).isfinite().all():

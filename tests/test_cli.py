@@ -84,8 +84,7 @@ def test_every_preset_is_taken(script, name, args_of):
 CLEANRL = {
     "anneal_lr": True, "adam_eps": 1e-5, "gamma": 0.99, "gae_lambda": 0.95, "norm_adv": True,
     "clip_vloss": True, "anneal_clip": False, "vf_coef": 0.5, "max_grad_norm": 0.5,
-    "target_kl": None, "ortho_init": True, "recompute_adv": False, "norm_value": False,
-    "truncation_bootstrap": False,
+    "target_kl": None, "ortho_init": True, "truncation_bootstrap": False,
 }  # fmt: skip
 HISTORICAL = {
     "ppo_atari": {
@@ -97,7 +96,7 @@ HISTORICAL = {
         "num_envs": 1, "num_steps": 2048, "num_minibatches": 32, "update_epochs": 10,
         "learning_rate": 3e-4, "clip_coef": 0.2, "ent_coef": 0.0, "learn_std": True,
         "log_std_init": 0.0, "scale_actions": False, "norm_reward": True, "norm_obs": True,
-        "debias_value": False,
+        "debias_value": False, "recompute_adv": False, "norm_value": False,
     },
 }  # fmt: skip
 
