@@ -25,13 +25,11 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -78,10 +76,10 @@ class Args:
     # Algorithm
     learning_rate: float = 1e-3  # of AdamW; usable from 1e-4 to 3e-3
     anneal_lr: bool = True  # linearly to 0
-    weight_decay: float = 0.0  # AdamW's, per unit of learning rate
+    weight_decay: float = 0.0  # AdamW's, times the learning rate; clip_update limits it, too
     clip_update: float = 1.0  # largest step of a weight per learning rate (F.1); 0: off
     gamma: float = 0.995  # discount factor
-    tau: float = 0.03  # target network's step to the online one, per update
+    tau: float = 0.03  # target network, per update: target += tau * (online - target)
     seq_len: int = 16  # L, roots of a sequence: the model unrolls from each
     unroll_steps: int = 5  # K, steps of the model's unroll (4.4)
     batch_size: int = 16  # B, sequences per update
@@ -99,7 +97,7 @@ class Args:
     value_coef: float = 0.25  # weight of the value loss
     reward_coef: float = 1.0  # weight of the reward loss
     detach_ratio: bool = True  # off: no gradient where the ratio exceeds 1
-    center_adv: bool = True  # subtract what all advantages have in common; off: the paper (4.5)
+    center_adv: bool = True  # subtract the batch mean of advantages; off: as the paper (4.5)
     norm_adv: bool = True  # divide advantages by their root mean square (4.5)
     norm_adv_decay: float = 0.99  # decay of that running mean per update
     prior_behavior: float = 0.03  # share of the behavior policy in pi_prior (F.2)
@@ -108,7 +106,7 @@ class Args:
     hidden_size: int = 128  # H, width of the latent state
     head_size: int = 64  # width of the hidden layer of each head
     num_bins: int = 51  # S, atoms of the value and reward heads
-    value_min: float = -220.0  # smallest value and reward; heads begin at the middle of h(range)
+    value_min: float = -220.0  # smallest value and reward; untrained heads predict h's mid-range
     value_max: float = 220.0  # largest value and reward
 
     # Speed
@@ -127,7 +125,7 @@ class Args:
         return self.seq_len + self.unroll_steps + 1
 
     def check(self):
-        """Raise UsageError for what would fail late, or never."""
+        """Raise UsageError for flags that would fail only later, or do nothing."""
         check_ranges(self)
         least = self.window * self.num_envs
         if min(self.buffer_size, self.total_timesteps) < least:
@@ -140,7 +138,7 @@ class Args:
             check_video(make_env(self))
 
 
-RANGES = {  # of other numbers: from 0, whole ones from 1
+RANGES = {  # lowest and highest values; other floats are at least 0, other ints at least 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "eval_frequency": (0, 10**12),
     "stop_return": (-1e12, 1e12), "learning_rate": (1e-12, 100), "learning_starts": (0, 10**12),
     "gamma": (0, 1), "tau": (0, 1), "replay_share": (0, 1), "retrace_lambda": (0, 1),
@@ -176,7 +174,7 @@ class DropInfos(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, _ = self.env.step(action)
-        reward = np.asarray(reward).item()  # which may have shape (1,)
+        reward = np.asarray(reward).item()  # some environments return shape (1,)
         return obs, reward, terminated, truncated, {}
 
 
@@ -257,7 +255,7 @@ class Replay(nn.Module):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
+    """Mean and variance of all samples, in float64: float32 cannot count beyond 2^24."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -267,9 +265,9 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
+        """At least 1e-5 of the mean and 1e-3 of min(1, the median component); 0 becomes 1."""
         squares = self.var + 1e-10 * self.mean**2
-        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
+        floor = 1e-6 * squares.median().clamp(max=1)  # or rounding noise would become an input
         squares = torch.maximum(squares, floor)
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
@@ -279,7 +277,7 @@ class RunningMeanStd(nn.Module):
         self.count += len(x)
         share, delta = len(x) / self.count, x.mean(0) - self.mean
         self.mean += share * delta
-        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
+        self.var *= 1 - share  # not var += share * (... - var): 1 + (1e-20 - 1) is 0
         self.var += share * (x.var(0, correction=0) + (1 - share) * delta**2)
 
 
@@ -404,7 +402,7 @@ def retrace(rewards, discounts, values, q_taken, traces):
 
 
 def cmpo(pi_prior, adv_hat, args):
-    """Weights (..., A) that the policy moves to, from normalized advantages (..., A).
+    """The CMPO policy (..., A), target of the regularizer, from normalized advantages (..., A).
 
     Exact: the distribution of (7). Sampled: the weights of (11), normalized as in (12)."""
     exp_adv = adv_hat.clamp(-args.cmpo_clip, args.cmpo_clip).exp()
@@ -424,7 +422,7 @@ def masked_mean(x, mask):
 
 @torch.no_grad()
 def make_targets(agent, batch):
-    """What the target network teaches, at the real observations.
+    """Targets from the target network, at the observations of the batch.
 
     pi_cmpo, pi_prior (W, B, A); Retrace returns and normalized advantages adv_hat (W - 1, B) of
     the actions taken. Updates the running second moment of advantages."""
@@ -554,9 +552,9 @@ class ClippedAdamW(torch.optim.AdamW):
     def step(self):
         old = [(p, p.clone(), group) for group in self.param_groups for p in group["params"]]
         super().step()
-        for param, value, group in old if self.clip else []:
+        for param, before, group in old if self.clip else []:
             limit = self.clip * group["lr"]
-            param.clamp_(value - limit, value + limit)
+            param.clamp_(before - limit, before + limit)
 
 
 def train(args, checkpoint=None):
@@ -607,14 +605,8 @@ def train(args, checkpoint=None):
                 action, policy = agent.get_action(obs)
             next_obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
             check_finite(iteration, observations=next_obs, rewards=reward)
-            replay.add(
-                obs=obs,
-                actions=action,
-                rewards=reward,
-                behavior=policy,
-                last=last,
-                terminal=terminal,
-            )
+            row = {"obs": obs, "actions": action, "rewards": reward, "behavior": policy}
+            replay.add(**row, last=last, terminal=terminal)
             if agent.norm_obs:
                 agent.obs_rms.update(obs)
             global_step += N - last.sum().item()  # a reset is no step
@@ -661,9 +653,7 @@ def train(args, checkpoint=None):
         if losses and (save or end or global_step // 500 > before // 500):
             seconds = time.perf_counter() - last_time
             progress["seconds"] += seconds
-            means = {
-                name: torch.stack([x[name] for x in losses]).mean().item() for name in losses[0]
-            }
+            means = {key: torch.stack([x[key] for x in losses]).mean().item() for key in losses[0]}
             log.write(progress, optimizer, means, (global_step - last_step) / seconds)
             losses, last_step, last_time = [], global_step, last_time + seconds
             if means["clipped_targets"] > 0 and not warned:
@@ -696,27 +686,27 @@ def play_episodes(agent, greedy, *key, video_dir=None):
 
     The key seeds them. Changes neither the agent nor the randomness of a training."""
     args, N, device = agent.args, agent.args.eval_episodes, agent.support.device
-    returns, states = np.full(N, np.nan), (random.getstate(), np.random.get_state())
+    states = random.getstate(), np.random.get_state()
     modes = {module: module.training for module in agent.modules()}
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         envs = make_envs(args, N, video_dir)
         limit = envs.unwrapped.envs[0].spec.max_episode_steps or 2**15
+        returns, playing = np.zeros(N), np.ones(N, bool)
         obs, _ = reset(envs, *key)
         for _ in tqdm(range(limit), leave=False, disable=None):
             action, _ = agent.get_action(torch.as_tensor(obs, device=device), greedy)
-            obs, _, _, _, infos = envs.step(agent.to_env(action))
-            if "_episode" in infos:
-                ended = infos["_episode"] & np.isnan(returns)
-                returns[ended] = infos["episode"]["r"][ended]
-                if not np.isnan(returns).any():
-                    break
+            obs, reward, terminated, truncated, _ = envs.step(agent.to_env(action))
+            returns[playing] += reward[playing]
+            playing &= ~(terminated | truncated)
+            if not playing.any():
+                break
         envs.close()
     random.setstate(states[0])
     np.random.set_state(states[1])
     for module, training in modes.items():
         module.training = training
-    return np.where(np.isnan(returns), envs.episode_returns, returns)
+    return returns
 
 
 def evaluate(agent, global_step=0):
@@ -734,10 +724,7 @@ def evaluate(agent, global_step=0):
     return summary
 
 
-@cache
-def show_once(warning):
-    """MuJoCo's, which else come once per environment, and into a file."""
-    print(warning, file=sys.stderr)
+show_once = cache(print)  # MuJoCo's warnings: else once per environment, and into a file
 
 
 def gym_make(env_id, env_kwargs, **more):
@@ -746,21 +733,17 @@ def gym_make(env_id, env_kwargs, **more):
         kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
-    if both := kwargs.keys() & more.keys():
-        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
-    kwargs |= more
     with contextlib.suppress(Exception):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
-    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+    if env_id.count(":") > 1 or env_id[:1] in (".", ":"):
         raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
-    # How Python names what was typed. Other errors are faults in the environment's own code.
-    module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
-    wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
+    # Words about what was typed. Other errors are faults in the environment's own code.
+    wrong = ["importing a module failed", "mujoco", "max_episode_steps", "takes no arguments"]
+    wrong += [f"argument '{name}'" for name in (*kwargs, *more)]
     try:
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
+        return gym.make(env_id, disable_env_checker=True, **kwargs, **more)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
     except (ImportError, TypeError, ValueError) as error:
@@ -835,10 +818,9 @@ def load_checkpoint(path):
         raise UsageError(f"'{path}' is no checkpoint of this script: {error}") from error
 
 
-def load_agent(path, **flags):
+def load_agent(path):
     """The trained agent of a run folder or a checkpoint file, on the CPU."""
     checkpoint, args = load_checkpoint(path)
-    args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
     return agent.eval()
@@ -886,19 +868,14 @@ class RunLog:
     def __init__(self, args, device, progress, exact):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
         second, step = int(time.time()), progress["global_step"]
-        about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
-        about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
-        if shutil.which("git"):
-            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-            about["git_commit"] = commit or None
+        about = {package.__name__: package.__version__ for package in (torch, np, gym)}
+        shell = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
+        commit = subprocess.run("git rev-parse HEAD", **shell, text=True).stdout.strip()
+        about |= {"script": Path(__file__).stem, "git_commit": commit or None}
         try:
-            while not args.run_dir:
-                try:
-                    Path(f"runs/{name}{second}").mkdir(parents=True)
-                    args.run_dir = f"runs/{name}{second}"
-                except FileExistsError:  # of a run that began in the same second
-                    second += 1
+            while Path(f"runs/{name}{second}").exists():  # of a run that began in the same second
+                second += 1
+            args.run_dir = args.run_dir or f"runs/{name}{second}"
             self.args, self.run_dir = args, Path(args.run_dir)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not args.resume and any(self.run_dir.iterdir()):
@@ -920,7 +897,7 @@ class RunLog:
         plain = None if sys.stderr.isatty() else lines
         total = args.total_timesteps  # Muesli may end a few steps later
         self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
-        self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
+        self.bar.mininterval, self.sps = 15 if plain else 0.1, []
 
     def write(self, progress, optimizer, losses, sps):
         step, episodes, charts = progress["global_step"], progress["episodes"], {"SPS": sps}

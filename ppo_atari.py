@@ -43,7 +43,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-Distribution.set_default_validate_args(False)  # costs time, and graphs of torch.compile
+Distribution.set_default_validate_args(False)  # the checks cost time, and break compiled graphs
 gym.register_envs(ale_py)
 
 
@@ -90,29 +90,29 @@ class Args:
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
     num_minibatches: int = 4  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 4  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, in each process [D7]
     clip_coef: float = 0.1  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
     clip_vloss: bool = True  # clip the change of the value to clip_coef [D9]
     ent_coef: float = 0.01  # entropy bonus; 0.01 helps discrete actions [D10]
-    vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
 
     # Network
     share_network: bool = True  # one network for actor and critic, or one each [D13, D21]
     scale_obs: bool = True  # pixels from 0 to 1, scaled on the device; off: to 255 [D22]
-    rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
+    rnn: Literal["none", "gru", "lstm"] = "none"  # recurrent layer before actor and critic
     rnn_hidden: int = 128  # its width; the state starts at zero [D33]
-    rnn_reset: bool = True  # zero state at episode starts, or keep it [D34]
-    rnn_seq_len: int = 0  # of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
+    rnn_reset: bool = True  # zero the state where an episode starts; off: keep it [D34]
+    rnn_seq_len: int = 0  # steps of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
 
     # Speed
     device: str = "auto"  # auto (a GPU if there is one), cpu, cuda, cuda:1
-    compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
+    compile: bool = True  # torch.compile, but not with an RNN: faster, starts later
     precision: Literal["auto", "fp32", "bf16"] = "auto"  # of the CNN; auto: bf16 where fast
     torch_threads: int = torch.get_num_threads()  # per process; small networks get slower with more
-    env_threads: int = 0  # of the environments, per process; 0: one per core
+    env_threads: int = 0  # threads of the simulation, per process; 0: one per core
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
@@ -126,7 +126,7 @@ class Args:
         return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
 
     def check(self):
-        """Raise UsageError for what would fail late, or never."""
+        """Raise UsageError for flags that would fail only later, or do nothing."""
         check_ranges(self)
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len:
@@ -137,7 +137,7 @@ class Args:
             raise UsageError("rnn needs share_network")
 
 
-RANGES = {  # of other numbers: from 0, whole ones from 1
+RANGES = {  # lowest and highest values; other floats are at least 0, other ints at least 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "rnn_seq_len": (0, 10**12),
     "torch_threads": (1, 1024), "env_threads": (0, 1024), "learning_rate": (1e-12, 100),
     "gamma": (0, 1), "gae_lambda": (0, 1), "noop_max": (0, 1000), "frame_skip": (1, 1000),
@@ -183,7 +183,7 @@ class Games(gym.vector.VectorWrapper):
     def step(self, actions):
         obs, reward, terminated, truncated, infos = self.env.step(actions)
         first_frame = self.find_first_frame(infos)
-        game_over = first_frame != self.first_frame  # ALE has begun the next game
+        game_over = first_frame != self.first_frame  # ALE has begun another game
         life_begins = (infos["lives"] < self.lives) | game_over
         self.lives, self.first_frame = infos["lives"], first_frame
         self.episode_returns += reward
@@ -251,7 +251,7 @@ def make_envs(args, num_envs, video_dir=None):
             repeat_action_probability=sticky,
             max_num_frames_per_episode=args.max_frames,
         )
-    except (gym.error.Error, ModuleNotFoundError, ValueError) as error:  # of module:Env-v0
+    except (gym.error.Error, ModuleNotFoundError, ValueError) as error:  # module:Env-v0, too
         raise UsageError(f"{args.env_id}: {error}") from error
     return Games(envs, args, video_dir)
 
@@ -312,7 +312,7 @@ class Agent(nn.Module):
     """Actor and critic. It takes images of bytes (batch, H, W, C).
 
     A batch holds S sequences of equal length, flattened: their first steps, their second, ...
-    `rnn_state` (K, S, H) is before the first step; `done` (batch,) is 1 where an episode begins;
+    `rnn_state` (K, S, H) precedes the first step; `done` (batch,) is 1 where an episode begins;
     `mask` (batch, A) has the allowed actions."""
 
     def __init__(self, envs, args):
@@ -435,14 +435,14 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
     entropy = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [D10]
 
-    # As loss.backward(), which trains nothing, without a word, where a print() cuts its graph.
+    # Not loss.backward(): where a print() cuts the compiled graph, it silently trains nothing.
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
-    if WORLD_SIZE > 1:  # one all-reduce: each costs a trip, and cuts the compiled graph
+    if WORLD_SIZE > 1:  # one all-reduce for all: each waits, and cuts the compiled graph
         means = mean_over_ranks(torch.cat([grad.flatten() for grad in grads]))
         means = means.split([grad.numel() for grad in grads])
         grads = [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.contiguous()  # Adam(fused=True) takes it as it lies in memory
+        param.grad = grad.contiguous()  # Adam(fused=True) ignores strides
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]
 
@@ -480,9 +480,9 @@ def train(args, checkpoint=None):
     num_iterations = progress["iteration"] + steps_left // batch_size
     final_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
+        raise UsageError(f"total_timesteps: {steps_left} more are no rollout of {batch_size} steps")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
-    exact = (time_limit(envs) or np.inf) <= checkpoint_every * T  # an episode fits between two
+    exact = (time_limit(envs) or np.inf) <= checkpoint_every * T  # all episodes fit in between
     log = RunLog(args, device, progress, exact) if RANK == 0 else None
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
 
@@ -492,7 +492,7 @@ def train(args, checkpoint=None):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
-        # A tensor: torch.compile takes a number as constant at first, and rounds differently later.
+        # A tensor: a number is a constant of the first compiled graph, which rounds differently.
         clip_coef = tensor(args.clip_coef * (remaining if args.anneal_clip else 1))  # [X1]
 
         # After a checkpoint all episodes begin anew, so that a resumed run needs only its seed.
@@ -579,7 +579,7 @@ def train(args, checkpoint=None):
 
     envs.close()
     if WORLD_SIZE > 1:
-        dist.destroy_process_group()  # or gloo's threads may abort the exit
+        dist.destroy_process_group()  # else gloo's threads may crash the exit
     if log:
         log.save(saved, progress)
         return log.finish(agent, progress)
@@ -597,7 +597,7 @@ def evaluate(agent, global_step=0):
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
     modes = {module: module.training for module in agent.modules()}
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for name, kind in (("eval", "deterministic"), ("eval_sampled", "sampled")):
             greedy = name == "eval"
             video_dir = f"{args.run_dir}/videos" if args.capture_video and greedy else None
@@ -606,24 +606,24 @@ def evaluate(agent, global_step=0):
             where = f"{args.env_id} after {global_step:,} steps"
             print(f"{where}: {N} episodes up to {limit} steps, {kind} actions", flush=True)
             obs, infos = reset(envs, args.seed, 2**31)  # 2**31 is no rank
-            done, returns = torch.ones(N, device=device), np.full(N, np.nan)
+            returns, playing, done = np.zeros(N), np.ones(N, bool), torch.ones(N, device=device)
             rnn_state = torch.zeros(agent.num_states, N, args.rnn_hidden, device=device)
             for _ in tqdm(range(limit), leave=False, disable=None):
                 obs, mask = torch.as_tensor(obs, device=device), agent.read_mask(infos, N)
                 action, _, _, rnn_state = agent.get_action_and_value(
                     obs, rnn_state, done, mask, greedy
                 )
-                obs, _, terminated, truncated, infos = envs.step(agent.to_env(action))
+                obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
                 done = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
+                returns[playing] += reward[playing]
                 if "_episode" in infos:
-                    ended = infos["_episode"] & np.isnan(returns)
-                    returns[ended] = infos["episode"]["r"][ended]
-                    if not np.isnan(returns).any():
+                    playing &= ~infos["_episode"]
+                    if not playing.any():
                         break
-            x = np.where(np.isnan(returns), envs.episode_returns, returns)
             envs.close()
-            summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
-            print(f"  return {x.mean():.6g} +- {x.std():.6g}, from {x.min():.6g} to {x.max():.6g}")
+            summary |= {f"{name}_mean": returns.mean().item(), f"{name}_std": returns.std().item()}
+            print(f"  return {returns.mean():.6g} +- {returns.std():.6g}", end=", ")
+            print(f"from {returns.min():.6g} to {returns.max():.6g}")
     random.setstate(states[0])
     np.random.set_state(states[1])
     for module, training in modes.items():
@@ -642,10 +642,9 @@ def load_checkpoint(path):
         raise UsageError(f"'{path}' is no checkpoint of this script: {error}") from error
 
 
-def load_agent(path, **flags):
+def load_agent(path):
     """The trained agent of a run folder or a checkpoint file, on the CPU."""
     checkpoint, args = load_checkpoint(path)
-    args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
     return agent.eval()
@@ -711,7 +710,7 @@ def read_live(args, optimizer, log, global_step):
                 raise TypeError(f"{wrong} of another type")
             check_ranges(replace(args, **given))
             changes = [given]
-        except (OSError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             given = f"nothing: {error}"
         can_change = ", ".join(LIVE_FLAGS)
         tqdm.write(f"step {global_step}: {path.name} changes {given}; only: {can_change}")
@@ -729,19 +728,14 @@ class RunLog:
     def __init__(self, args, device, progress, exact):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
         second, step = int(time.time()), progress["global_step"]
-        about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
-        about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
-        if shutil.which("git"):
-            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-            about["git_commit"] = commit or None
+        about = {package.__name__: package.__version__ for package in (torch, np, gym)}
+        shell = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
+        commit = subprocess.run("git rev-parse HEAD", **shell, text=True).stdout.strip()
+        about |= {"script": Path(__file__).stem, "git_commit": commit or None}
         try:
-            while not args.run_dir:
-                try:
-                    Path(f"runs/{name}{second}").mkdir(parents=True)
-                    args.run_dir = f"runs/{name}{second}"
-                except FileExistsError:  # of a run that began in the same second
-                    second += 1
+            while Path(f"runs/{name}{second}").exists():  # of a run that began in the same second
+                second += 1
+            args.run_dir = args.run_dir or f"runs/{name}{second}"
             self.args, self.run_dir = args, Path(args.run_dir)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not args.resume and any(self.run_dir.iterdir()):
@@ -763,7 +757,7 @@ class RunLog:
         plain = None if sys.stderr.isatty() else lines
         total = args.total_timesteps  # Muesli may end a few steps later
         self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
-        self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
+        self.bar.mininterval, self.sps = 15 if plain else 0.1, []
 
     def write(self, progress, optimizer, losses, sps):
         step, episodes, charts = progress["global_step"], progress["episodes"], {"SPS": sps}

@@ -20,7 +20,6 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shlex
 import shutil
 import subprocess
@@ -45,7 +44,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-Distribution.set_default_validate_args(False)  # costs time, and graphs of torch.compile
+Distribution.set_default_validate_args(False)  # the checks cost time, and break compiled graphs
 
 
 class UsageError(ValueError):
@@ -71,8 +70,8 @@ class Args:
     total_timesteps: int = 1_000_000  # steps over all environments and processes
     num_envs: int = 16  # environments per process [D1]
     num_steps: int = 64  # steps per environment in a rollout [D1]
-    clip_actions: bool = True  # to their bounds, for the environment only [D27]
-    scale_actions: bool = True  # -1 and 1 are the bounds; off: the environment's units
+    clip_actions: bool = True  # clip to the bounds what the environment gets [D27]
+    scale_actions: bool = True  # the policy's -1 and 1 are the bounds; off: the environment's units
     norm_obs: bool = True  # normalize observations by their running mean and std [D28]
     clip_obs: float = 10.0  # clip normalized observations; 0: off [D29]
     norm_reward: bool = False  # divide rewards by the std of the discounted return [D30]
@@ -86,19 +85,19 @@ class Args:
     ortho_init: bool = True  # orthogonal weights, zero biases; off: PyTorch's [D2, D32]
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.9  # 0: one-step TD errors, 1: n-step returns (no GAE) [D5]
-    recompute_adv: bool = True  # advantages, values anew every epoch (Andrychowicz et al. 2021)
+    recompute_adv: bool = True  # recompute advantages in every epoch (Andrychowicz et al. 2021)
     num_minibatches: int = 16  # per epoch, of whole sequences with an RNN [D6, D35]
     update_epochs: int = 10  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, in each process [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     anneal_clip: bool = False  # anneal clip_coef linearly to 0 [X1]
     clip_vloss: bool = False  # clip the change of the value to clip_coef [D9]
     ent_coef: float = 0.0  # entropy bonus; 0.01 helps discrete actions [D10]
-    vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = 0.03  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns divided by their running std
-    debias_value: bool = True  # correct the critic's bias by a mean error above the returns' std
+    debias_value: bool = True  # shift the critic where its mean error exceeds the returns' std
 
     # Network
     share_network: bool = False  # one network for actor and critic, or one each [D13, D26]
@@ -106,20 +105,20 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # of the hidden layers [D26]
     learn_std: bool = False  # learn the std, one for all states [D24]
     log_std_init: float = -1.0  # initial log std of the Gaussian [D24]
-    log_std_drop: float = 1.3  # fall of log std over the second half, unless it is learned
+    log_std_drop: float = 1.3  # how far log std falls over the second half, unless learned
     tanh_mean: bool = False  # squash the Gaussian's mean to (-1, 1), the scaled bounds
     mask_actions: bool = True  # apply info["action_mask"] where there is one [X4]
-    rnn: Literal["none", "gru", "lstm"] = "none"  # layer before actor and critic
+    rnn: Literal["none", "gru", "lstm"] = "none"  # recurrent layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
-    rnn_reset: bool = True  # zero state at episode starts, or keep it [D34]
-    rnn_seq_len: int = 0  # of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
+    rnn_reset: bool = True  # zero the state where an episode starts; off: keep it [D34]
+    rnn_seq_len: int = 0  # steps of a training sequence; 0: num_steps, 1: no BPTT [D35, D36]
 
     # Speed
     device: str = "cpu"  # auto, cpu (fastest for small networks), cuda, cuda:1
-    compile: bool = True  # compile acting and learning, but no RNN: faster, starts later
+    compile: bool = True  # torch.compile, but not with an RNN: faster, starts later
     torch_threads: int = 1  # per process; small networks get slower with more
     envpool: bool = False  # train in EnvPool's C++ threads, where it has the environment
-    env_threads: int = 0  # of the environments, per process; 0: one per core
+    env_threads: int = 0  # threads of the simulation, per process; 0: one per core
 
     # Logging
     track: bool = False  # log to Weights & Biases, too
@@ -133,7 +132,7 @@ class Args:
         return 1 if self.rnn == "none" else self.rnn_seq_len or self.num_steps
 
     def check(self):
-        """Raise UsageError for what would fail late, or never."""
+        """Raise UsageError for flags that would fail only later, or do nothing."""
         check_ranges(self)
         S, M = self.num_envs * self.num_steps // self.seq_len, self.num_minibatches
         if self.num_steps % self.seq_len:
@@ -149,7 +148,7 @@ class Args:
             check_video(make_env(self))
 
 
-RANGES = {  # of other numbers: from 0, whole ones from 1
+RANGES = {  # lowest and highest values; other floats are at least 0, other ints at least 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "rnn_seq_len": (0, 10**12),
     "torch_threads": (1, 1024), "env_threads": (0, 1024), "learning_rate": (1e-12, 100),
     "gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2), "hidden": (1, 10**12),
@@ -184,19 +183,19 @@ PRESETS = {
 
 
 class KeepInfos(gym.Wrapper):
-    """Drops the other infos: gathering them costs MuJoCo 12 % of a step, and types may differ."""
+    """Keeps only the infos in KEPT: to gather all costs MuJoCo 12 % of a step, or fails."""
 
-    KEPT = ("action_mask",)  # add what to log; of an episode's last step: infos["final_info"]
+    KEPT = ("action_mask",)  # add what to log; an episode's last one is in infos["final_info"]
 
     def keep(self, obs, info):
-        if isinstance(obs, dict) and "action_mask" in obs:  # where other libraries have it
+        if isinstance(obs, dict) and "action_mask" in obs:  # where some libraries put it
             info = {"action_mask": obs["action_mask"]} | info
         return {key: info[key] for key in self.KEPT if info.get(key) is not None}
 
     def reset(self, **kwargs):
         if kwargs.get("seed") is not None:
             seed_generators(self, kwargs["seed"])
-            if self.spec.id.startswith("BipedalWalker"):  # whose contacts depend on what was before
+            if self.spec.id.startswith("BipedalWalker"):  # its Box2D world remembers contacts
                 self.unwrapped._destroy()
                 self.unwrapped.world = type(self.unwrapped.world)()
         obs, info = self.env.reset(**kwargs)
@@ -204,8 +203,8 @@ class KeepInfos(gym.Wrapper):
 
     def step(self, action):
         obs, reward, terminated, truncated, info = self.env.step(action)
-        obs = copy.deepcopy(obs) if truncated else obs  # the reset may write into the same array
-        reward = np.asarray(reward).item()  # which may have shape (1,)
+        obs = copy.deepcopy(obs) if truncated else obs  # the reset that follows may overwrite it
+        reward = np.asarray(reward).item()  # some environments return shape (1,)
         return obs, reward, terminated, truncated, self.keep(obs, info)
 
 
@@ -243,7 +242,7 @@ def reset(envs, *key):
 
 
 def count_choices(space):
-    """Choices of each component of an action (A,): 1 for a component of a Box, a number."""
+    """Number of choices of each action component (A,); 1 for a real number, in a Box."""
     if isinstance(space, Box) and np.issubdtype(space.dtype, np.floating):
         return np.ones(space.shape, int).ravel()
     if isinstance(space, Discrete):
@@ -265,7 +264,7 @@ def mean_over_ranks(x):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
+    """Mean and variance of all samples, in float64: float32 cannot count beyond 2^24."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -275,15 +274,15 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
+        """At least 1e-5 of the mean and 1e-3 of min(1, the median component); 0 becomes 1."""
         squares = self.var + 1e-10 * self.mean**2
-        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
+        floor = 1e-6 * squares.median().clamp(max=1)  # or rounding noise would become an input
         squares = torch.maximum(squares, floor)
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
     def scale(self):
-        """As std, but the floor is a hundredth of the mean, which is not subtracted."""
+        """A std to divide by where the mean is not subtracted: at least 1e-2 of the mean."""
         squares = self.var + 1e-4 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt().float()
 
@@ -295,7 +294,7 @@ class RunningMeanStd(nn.Module):
         self.count += n
         share, delta = n / self.count, batch_mean - self.mean
         self.mean += share * delta
-        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
+        self.var *= 1 - share  # not var += share * (... - var): 1 + (1e-20 - 1) is 0
         self.var += share * (batch_var + (1 - share) * delta**2)
 
 
@@ -314,7 +313,7 @@ class Agent(nn.Module):
     """Actor, critic and normalization. It takes raw observations.
 
     A batch holds S sequences of equal length, flattened: their first steps, their second, ...
-    `rnn_state` (K, S, H) is before the first step; `done` (batch,) is 1 where an episode begins;
+    `rnn_state` (K, S, H) precedes the first step; `done` (batch,) is 1 where an episode begins;
     `mask` (batch, A, C) has the allowed choices. Values are in units of `return_rms.scale`."""
 
     def __init__(self, envs, args):
@@ -325,7 +324,7 @@ class Agent(nn.Module):
         self.reward_rms, self.return_rms = RunningMeanStd(), RunningMeanStd()
         self.continuous = isinstance(self.action_space, Box)
         num_choices = count_choices(self.action_space)
-        # Components (A, C) have choices up to their number; the others are padding.
+        # (A, C): True for the choices that a component has, False for padding
         self.choices = np.arange(num_choices.max()) < num_choices[:, None]
 
         self.num_states = {"none": 0, "gru": 1, "lstm": 2}[args.rnn]  # K
@@ -346,7 +345,7 @@ class Agent(nn.Module):
         self.actor.append(layer_init(nn.Linear(width, self.choices.size), 0.01, args))
         self.critic = nn.Sequential() if args.share_network else hidden_layers()
         self.critic.append(layer_init(nn.Linear(width, 1), 1.0, args))
-        if args.norm_value:  # the critic's own noise must not enter the std of returns
+        if args.norm_value:  # begin with values of 0: noise would enter the std of returns
             nn.init.zeros_(self.critic[-1].weight)
             nn.init.zeros_(self.critic[-1].bias)
         if self.continuous:
@@ -425,7 +424,7 @@ class Agent(nn.Module):
         if greedy:
             action = policy.mode
         elif self.continuous:
-            action = policy.rsample()  # sample() is slower compiled
+            action = policy.rsample()  # as sample(), but faster when compiled
         else:  # as sample(), seven times faster: the maximum of logits with Gumbel noise
             logits = policy.base_dist.logits
             action = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
@@ -486,14 +485,14 @@ def compute_gradients(agent, params, batch, rnn_states, index, clip_coef):
     entropy = entropy.mean()
     loss = pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss  # [D10]
 
-    # As loss.backward(), which trains nothing, without a word, where a print() cuts its graph.
+    # Not loss.backward(): where a print() cuts the compiled graph, it silently trains nothing.
     grads = torch.autograd.grad(loss, params, allow_unused=True, materialize_grads=True)
-    if WORLD_SIZE > 1:  # one all-reduce: each costs a trip, and cuts the compiled graph
+    if WORLD_SIZE > 1:  # one all-reduce for all: each waits, and cuts the compiled graph
         means = mean_over_ranks(torch.cat([grad.flatten() for grad in grads]))
         means = means.split([grad.numel() for grad in grads])
         grads = [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.contiguous()  # Adam(fused=True) takes it as it lies in memory
+        param.grad = grad.contiguous()  # Adam(fused=True) ignores strides
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]
 
@@ -515,7 +514,8 @@ def train(args, checkpoint=None):
     envs = RecordEpisodeStatistics(EnvPool(args)) if args.envpool else make_envs(args, N)
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
-    if agent.continuous and args.ent_coef and not args.learn_std:
+    preset = PRESETS.get(args.preset, {})  # LunarLander's is taken for its continuous form, too
+    if agent.continuous and not args.learn_std and args.ent_coef not in (0, preset.get("ent_coef")):
         raise UsageError("ent_coef has no effect on actions of a Box without learn_std")
     learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
     optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
@@ -531,13 +531,13 @@ def train(args, checkpoint=None):
     num_iterations = progress["iteration"] + steps_left // batch_size
     final_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
+        raise UsageError(f"total_timesteps: {steps_left} more are no rollout of {batch_size} steps")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
-    exact = (time_limit(envs) or np.inf) <= checkpoint_every * T  # an episode fits between two
+    exact = (time_limit(envs) or np.inf) <= checkpoint_every * T  # all episodes fit in between
     log = RunLog(args, device, progress, exact) if RANK == 0 else None
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
     if args.norm_obs and first_iteration == 1:
-        first_iteration = 0  # a rollout that only begins the statistics: not in global_step
+        first_iteration = 0  # an extra rollout that only initializes obs_rms: not in global_step
 
     for iteration in range(first_iteration, num_iterations + 1):
         if iteration > 0:
@@ -546,10 +546,10 @@ def train(args, checkpoint=None):
         params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
-        # A tensor: torch.compile takes a number as constant at first, and rounds differently later.
+        # A tensor: a number is a constant of the first compiled graph, which rounds differently.
         clip_coef = tensor(args.clip_coef * (remaining if args.anneal_clip else 1))  # [X1]
         if agent.continuous and args.learn_std:
-            agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
+            agent.log_std.data.clamp_(-5, 2)  # beyond the clamp of Agent.policy it has no gradient
         elif agent.continuous:  # explore first, then act with little noise
             agent.log_std.fill_(args.log_std_init - args.log_std_drop * max(0, 1 - 2 * remaining))
 
@@ -614,7 +614,7 @@ def train(args, checkpoint=None):
                     # Anew in each epoch: with the rollout's values Hopper's return is halved.
                     bootstrapped = rewards.clone()
                     for t, cut, final_obs, state in time_limits:
-                        if epoch > 0 and agent.num_states:  # as for last_state
+                        if epoch > 0 and agent.num_states:  # its state, too, with today's weights
                             past = obs[: t + 1, cut].flatten(0, 1), dones[: t + 1, cut].flatten()
                             _, state = agent.get_value(past[0], rnn_states[0][:, cut], past[1])
                         begins = torch.zeros(len(cut), device=device)
@@ -638,7 +638,7 @@ def train(args, checkpoint=None):
                 if epoch == 0 and args.norm_value:
                     agent.return_rms.update(returns)
                     old_std, std = std, agent.return_rms.scale
-                    with torch.no_grad():  # keep the values in the new unit (Pop-Art, 2016)
+                    with torch.no_grad():  # rescale: the same values in the new unit (Pop-Art)
                         for parameter in agent.critic[-1].parameters():
                             parameter *= old_std / std
                 batch = {
@@ -684,7 +684,7 @@ def train(args, checkpoint=None):
 
     envs.close()
     if WORLD_SIZE > 1:
-        dist.destroy_process_group()  # or gloo's threads may abort the exit
+        dist.destroy_process_group()  # else gloo's threads may crash the exit
     if log:
         log.save(saved, progress)
         return log.finish(agent, progress)
@@ -702,7 +702,7 @@ def evaluate(agent, global_step=0):
     summary, states = {"eval_episodes": N}, (random.getstate(), np.random.get_state())
     modes = {module: module.training for module in agent.modules()}
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for name, kind in (("eval", "deterministic"), ("eval_sampled", "sampled")):
             greedy = name == "eval"
             video_dir = f"{args.run_dir}/videos" if args.capture_video and greedy else None
@@ -711,24 +711,24 @@ def evaluate(agent, global_step=0):
             where = f"{args.env_id} after {global_step:,} steps"
             print(f"{where}: {N} episodes up to {limit} steps, {kind} actions", flush=True)
             obs, infos = reset(envs, args.seed, 2**31)  # 2**31 is no rank
-            done, returns = torch.ones(N, device=device), np.full(N, np.nan)
+            returns, playing, done = np.zeros(N), np.ones(N, bool), torch.ones(N, device=device)
             rnn_state = torch.zeros(agent.num_states, N, args.rnn_hidden, device=device)
             for _ in tqdm(range(limit), leave=False, disable=None):
                 obs, mask = torch.as_tensor(obs, device=device), agent.read_mask(infos, N)
                 action, _, _, rnn_state = agent.get_action_and_value(
                     obs, rnn_state, done, mask, greedy
                 )
-                obs, _, terminated, truncated, infos = envs.step(agent.to_env(action))
+                obs, reward, terminated, truncated, infos = envs.step(agent.to_env(action))
                 done = torch.as_tensor(terminated | truncated, dtype=torch.float32, device=device)
+                returns[playing] += reward[playing]
                 if "_episode" in infos:
-                    ended = infos["_episode"] & np.isnan(returns)
-                    returns[ended] = infos["episode"]["r"][ended]
-                    if not np.isnan(returns).any():
+                    playing &= ~infos["_episode"]
+                    if not playing.any():
                         break
-            x = np.where(np.isnan(returns), envs.episode_returns, returns)
             envs.close()
-            summary |= {f"{name}_mean": x.mean().item(), f"{name}_std": x.std().item()}
-            print(f"  return {x.mean():.6g} +- {x.std():.6g}, from {x.min():.6g} to {x.max():.6g}")
+            summary |= {f"{name}_mean": returns.mean().item(), f"{name}_std": returns.std().item()}
+            print(f"  return {returns.mean():.6g} +- {returns.std():.6g}", end=", ")
+            print(f"from {returns.min():.6g} to {returns.max():.6g}")
     random.setstate(states[0])
     np.random.set_state(states[1])
     for module, training in modes.items():
@@ -736,10 +736,7 @@ def evaluate(agent, global_step=0):
     return summary
 
 
-@cache
-def show_once(warning):
-    """MuJoCo's, which else come once per environment, and into a file."""
-    print(warning, file=sys.stderr)
+show_once = cache(print)  # MuJoCo's warnings: else once per environment, and into a file
 
 
 def gym_make(env_id, env_kwargs, **more):
@@ -748,21 +745,17 @@ def gym_make(env_id, env_kwargs, **more):
         kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
-    if both := kwargs.keys() & more.keys():
-        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
-    kwargs |= more
     with contextlib.suppress(Exception):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
-    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+    if env_id.count(":") > 1 or env_id[:1] in (".", ":"):
         raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
-    # How Python names what was typed. Other errors are faults in the environment's own code.
-    module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
-    wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
+    # Words about what was typed. Other errors are faults in the environment's own code.
+    wrong = ["importing a module failed", "mujoco", "max_episode_steps", "takes no arguments"]
+    wrong += [f"argument '{name}'" for name in (*kwargs, *more)]
     try:
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
+        return gym.make(env_id, disable_env_checker=True, **kwargs, **more)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
     except (ImportError, TypeError, ValueError) as error:
@@ -837,11 +830,9 @@ class EnvPool(gym.vector.VectorEnv):
         self.metadata = {"autoreset_mode": gym.vector.AutoresetMode.SAME_STEP}
         self.single_observation_space = self.envs[0].observation_space
         self.single_action_space = self.envs[0].action_space
-        env, has = self.envs[0], ("KeepInfos", "TimeLimit", "OrderEnforcing", "FlattenObservation")
-        while isinstance(env, gym.Wrapper):
-            if type(env).__name__ not in has:
-                raise UsageError(f"EnvPool would train without the wrapper {type(env).__name__}")
-            env = env.env
+        for wrapper in self.envs[0].spec.additional_wrappers:  # without its time limit
+            if wrapper.name not in ("KeepInfos", "FlattenObservation"):
+                raise UsageError(f"EnvPool would train without the wrapper {wrapper.name}")
         self.reset(seed=range(self.num_envs))
         if self.pool.observation_space.shape != self.single_observation_space.shape:
             raise UsageError(f"{args.env_id} of EnvPool has other observations than Gymnasium's")
@@ -882,10 +873,9 @@ def load_checkpoint(path):
         raise UsageError(f"'{path}' is no checkpoint of this script: {error}") from error
 
 
-def load_agent(path, **flags):
+def load_agent(path):
     """The trained agent of a run folder or a checkpoint file, on the CPU."""
     checkpoint, args = load_checkpoint(path)
-    args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
     return agent.eval()
@@ -951,7 +941,7 @@ def read_live(args, optimizer, log, global_step):
                 raise TypeError(f"{wrong} of another type")
             check_ranges(replace(args, **given))
             changes = [given]
-        except (OSError, AttributeError, TypeError, ValueError, OverflowError) as error:
+        except (OSError, AttributeError, TypeError, ValueError) as error:
             given = f"nothing: {error}"
         can_change = ", ".join(LIVE_FLAGS)
         tqdm.write(f"step {global_step}: {path.name} changes {given}; only: {can_change}")
@@ -969,19 +959,14 @@ class RunLog:
     def __init__(self, args, device, progress, exact):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
         second, step = int(time.time()), progress["global_step"]
-        about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
-        about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
-        if shutil.which("git"):
-            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-            about["git_commit"] = commit or None
+        about = {package.__name__: package.__version__ for package in (torch, np, gym)}
+        shell = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
+        commit = subprocess.run("git rev-parse HEAD", **shell, text=True).stdout.strip()
+        about |= {"script": Path(__file__).stem, "git_commit": commit or None}
         try:
-            while not args.run_dir:
-                try:
-                    Path(f"runs/{name}{second}").mkdir(parents=True)
-                    args.run_dir = f"runs/{name}{second}"
-                except FileExistsError:  # of a run that began in the same second
-                    second += 1
+            while Path(f"runs/{name}{second}").exists():  # of a run that began in the same second
+                second += 1
+            args.run_dir = args.run_dir or f"runs/{name}{second}"
             self.args, self.run_dir = args, Path(args.run_dir)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not args.resume and any(self.run_dir.iterdir()):
@@ -1003,7 +988,7 @@ class RunLog:
         plain = None if sys.stderr.isatty() else lines
         total = args.total_timesteps  # Muesli may end a few steps later
         self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
-        self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
+        self.bar.mininterval, self.sps = 15 if plain else 0.1, []
 
     def write(self, progress, optimizer, losses, sps):
         step, episodes, charts = progress["global_step"], progress["episodes"], {"SPS": sps}

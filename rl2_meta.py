@@ -11,14 +11,14 @@
     python rl2_meta.py --evaluate runs/RUN                       repeat the meta-test
 
 A trial is n episodes in one unknown task. The RNN state is zero when a trial begins and is kept
-across its episodes: all that the agent learns about the task is there, as its weights do not
-change. PPO maximizes the return of whole trials.
+across its episodes: what the agent learns about the task is in that state, as its weights are
+fixed within a trial. PPO maximizes the return of whole trials.
 
 Two flags are ours, not the paper's. `--privileged`: training knows the task, except that of a
 task_sampler. Regrets replace rewards (bandits, MDPs); the critic sees the task and the time left,
 through a layer of its own. `--tabular`: the agent of a bandit or an MDP observes rewards by arm or
 cell, and has a policy for each state. Nor has the paper an entropy bonus or chrono_init,
-and its discount is 0.99. It says TRPO, but its authors' code is a clipped PPO, too.
+and its discount is 0.99. The paper names TRPO; its authors' code has a clipped PPO, too.
 
 Shapes: T steps of a trial, N trials, n episodes, K arms, O observation, A action components,
 D inputs (observation, previous action, reward and done), M trials in a minibatch, H hint.
@@ -30,13 +30,11 @@ import importlib.util
 import json
 import os
 import random
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from pathlib import Path
 from typing import Literal
@@ -83,8 +81,8 @@ class Args:
     episode_length: int = 200  # steps per episode of a simulator
     total_timesteps: int = 6_000_000  # steps over all environments and processes
     num_trials: int = 1024  # N, trials in a rollout per process [D1]
-    clip_actions: bool = True  # to their bounds, for the environment only [D27]
-    scale_actions: bool = True  # -1 and 1 are the bounds; off: the environment's units
+    clip_actions: bool = True  # clip to the bounds what the environment gets [D27]
+    scale_actions: bool = True  # the policy's -1 and 1 are the bounds; off: the environment's units
     norm_obs: bool = False  # normalize observations and previous rewards, by mean and std [D28]
     clip_obs: float = 10.0  # clip what is normalized; 0: off [D29]
 
@@ -97,12 +95,12 @@ class Args:
     gae_lambda: float = 0.95  # 0: one-step TD errors, 1: returns of whole trials (no GAE) [D5]
     num_minibatches: int = 4  # per epoch, of whole trials [D6, D35]
     update_epochs: int = 1  # maximum epochs per rollout [D6]
-    norm_adv: bool = True  # normalize the advantages of each minibatch, by process [D7]
+    norm_adv: bool = True  # normalize the advantages of each minibatch, in each process [D7]
     clip_coef: float = 0.2  # clip range of the probability ratio [D8]
     clip_vloss: bool = False  # clip the change of the value to clip_coef [D9]
     ent_coef: float = 0.05  # entropy bonus [D10]
     anneal_ent: bool = True  # anneal ent_coef linearly to 0
-    vf_coef: float = 0.5  # weight of the value loss, beside its factor 0.5 [D10]
+    vf_coef: float = 0.5  # weight of the value loss, which is half the squared error [D10]
     max_grad_norm: float = 0.5  # maximum global gradient norm; 0: off [D11]
     target_kl: float | None = None  # stop after an epoch whose mean KL exceeds it [X3]
     norm_value: bool = True  # the critic learns returns divided by their running std
@@ -111,7 +109,7 @@ class Args:
 
     # Network
     share_network: bool = True  # one network for actor and critic, or one each [D13, D26]
-    rnn: Literal["gru", "lstm"] = "gru"  # layer before actor and critic
+    rnn: Literal["gru", "lstm"] = "gru"  # recurrent layer before actor and critic
     rnn_hidden: int = 64  # its width; the state starts at zero [D33]
     chrono_init: bool = True  # initial memories of 2 to T steps (Tallec and Ollivier 2018)
     learn_std: bool = True  # learn the std, one for all states [D24]
@@ -134,27 +132,22 @@ class Args:
         return self.episodes_per_trial * horizons.get(self.env_id, self.episode_length)
 
     def check(self):
-        """Raise UsageError for what would fail late, or never."""
+        """Raise UsageError for flags that would fail only later, or do nothing."""
         check_ranges(self)
-        N, M = self.num_trials, self.num_minibatches
-        if N % M or N * self.trial_length == M:
-            raise UsageError(f"num_minibatches {M} must divide {N} trials, into 2+ steps each")
+        N, parts = self.num_trials, self.num_minibatches
+        if self.evaluate is None and (N % parts or N * self.trial_length == parts):
+            raise UsageError(f"num_minibatches {parts} must divide {N} trials, into 2+ steps each")
         families = ("Bandit", "TabularMDP", *RUNNERS)
-        if (self.env_id in families) == (self.task_sampler is not None):
-            raise UsageError(
-                f"env_id {self.env_id}, task_sampler {self.task_sampler}: give one of "
-                f"{', '.join(families)}, or a Gymnasium id and a task_sampler"
-            )
-        if self.env_kwargs != "{}" and self.env_id in families[:2]:
-            raise UsageError(f"env_kwargs: {self.env_id} takes none")
-        if self.episode_length != Args.episode_length and self.env_id in families[:2]:
-            raise UsageError("episode_length is of simulators only; episodes_per_trial is of all")
+        if (self.env_id in families) == bool(self.task_sampler):
+            names = ", ".join(families)
+            raise UsageError(f"env_id {self.env_id}: {names} take no task_sampler, others need one")
+        for flag in ("env_kwargs", "episode_length", "capture_video"):
+            if self.env_id in families[:2] and getattr(self, flag) != getattr(Args, flag):
+                raise UsageError(f"{flag} is of simulators only, not of {self.env_id}")
         if self.num_arms != Args.num_arms and self.env_id != "Bandit":
             raise UsageError("num_arms is of a Bandit only")
         if self.clip_obs != Args.clip_obs and not self.norm_obs and self.evaluate is None:
             raise UsageError("clip_obs needs norm_obs")
-        if self.capture_video and self.env_id in families[:2]:
-            raise UsageError(f"capture_video: {self.env_id} has no picture")
         if self.env_id == "Bandit" and self.norm_obs and not self.tabular:
             raise UsageError("norm_obs: a Bandit without tabular has no observations")
         if self.env_id == "TabularMDP" and self.norm_obs and self.tabular and self.evaluate is None:
@@ -165,7 +158,7 @@ class Args:
             check_video(make_env(self, 0))
 
 
-RANGES = {  # of other numbers: from 0, whole ones from 1
+RANGES = {  # lowest and highest values; other floats are at least 0, other ints at least 1
     "seed": (0, 2**32 - 1), "checkpoint_every": (0, 10**12), "torch_threads": (1, 1024),
     "learning_rate": (1e-12, 100), "gamma": (0, 1), "gae_lambda": (0, 1), "log_std_init": (-5, 2),
 }  # fmt: skip
@@ -320,7 +313,7 @@ def mean_over_ranks(x):
 
 
 class RunningMeanStd(nn.Module):
-    """Mean and variance of all samples, in float64: float32 freezes after 10^7."""
+    """Mean and variance of all samples, in float64: float32 cannot count beyond 2^24."""
 
     def __init__(self, *shape):
         super().__init__()
@@ -330,15 +323,15 @@ class RunningMeanStd(nn.Module):
 
     @property
     def std(self):
-        """At least 1e-5 of the mean and 1e-3 of the median std or of 1; for zeros 1."""
+        """At least 1e-5 of the mean and 1e-3 of min(1, the median component); 0 becomes 1."""
         squares = self.var + 1e-10 * self.mean**2
-        floor = 1e-6 * squares.median().clamp(max=1)  # or noise would be a signal
+        floor = 1e-6 * squares.median().clamp(max=1)  # or rounding noise would become an input
         squares = torch.maximum(squares, floor)
         return torch.where(squares > 0, squares, 1.0).sqrt()
 
     @property
     def scale(self):
-        """As std, but the floor is a hundredth of the mean, which is not subtracted."""
+        """A std to divide by where the mean is not subtracted: at least 1e-2 of the mean."""
         squares = self.var + 1e-4 * self.mean**2
         return torch.where(squares > 0, squares, 1.0).sqrt().float()
 
@@ -350,7 +343,7 @@ class RunningMeanStd(nn.Module):
         self.count += n
         share, delta = n / self.count, batch_mean - self.mean
         self.mean += share * delta
-        self.var *= 1 - share  # not 1 + (var - 1), which would round small units away
+        self.var *= 1 - share  # not var += share * (... - var): 1 + (1e-20 - 1) is 0
         self.var += share * (batch_var + (1 - share) * delta**2)
 
 
@@ -369,7 +362,9 @@ def make_rnn(num_inputs, args):
     """GRU or LSTM, whose state starts at zero [D33]."""
     layer = nn.GRU if args.rnn == "gru" else nn.LSTM
     rnn = layer_init(layer(num_inputs, args.rnn_hidden), 1.0, args)
-    if args.ortho_init:  # of each gate: parts of one orthogonal matrix would be half as large
+    if (
+        args.ortho_init
+    ):  # gate by gate: slices of one orthogonal matrix have smaller singular values
         for weight in rnn.all_weights[0][:2]:
             for gate in weight.data.split(args.rnn_hidden):
                 nn.init.orthogonal_(gate)
@@ -410,7 +405,7 @@ class Agent(nn.Module):
             self.critic.extend([layer_init(hidden, 2**0.5, args), nn.ReLU()])
             width *= 2
         self.critic.append(layer_init(nn.Linear(width, 1), 1.0, args))
-        if args.norm_value:  # the critic's own noise must not enter the std of returns
+        if args.norm_value:  # begin with values of 0: noise would enter the std of returns
             nn.init.zeros_(self.critic[-1].weight)
             nn.init.zeros_(self.critic[-1].bias)
         if self.continuous:
@@ -465,7 +460,7 @@ class Agent(nn.Module):
             action = policy.mode
         elif self.continuous:
             action = policy.sample()
-        else:  # as sample(), which fails at what is not finite before it is named
+        else:  # Gumbel-max: sample() would fail at NaN before it is named
             logits = policy.logits
             action = (logits - torch.empty_like(logits).exponential_().log()).argmax(-1)
         return action, policy.log_prob(action), rnn_state
@@ -482,17 +477,15 @@ class Agent(nn.Module):
         return policy.log_prob(actions), policy.entropy(), value
 
 
-def compute_gae(rewards, values, dones, next_value, next_done, gamma, gae_lambda):
-    """Generalized advantages (T, N) (Schulman et al. 2016, equation 16) [D5].
+def compute_gae(rewards, values, gamma, gae_lambda):
+    """Generalized advantages (T, N) of whole trials (Schulman et al. 2016, equation 16) [D5].
 
-    dones[t] is 1 where an episode ended before step t; next_value, next_done (N,): after T."""
-    nonterminal = 1 - torch.cat([dones[1:], next_done[None]])
-    next_values = torch.cat([values[1:], next_value[None]])
-    deltas = rewards + gamma * next_values * nonterminal - values
-    decays = gamma * gae_lambda * nonterminal
-    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(next_value)
+    Values flow across the ends of episodes, as what one reveals helps in the next."""
+    next_values = torch.cat([values[1:], torch.zeros_like(values[:1])])
+    deltas = rewards + gamma * next_values - values
+    advantages, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = torch.addcmul(deltas[t], decays[t], advantage)  # a + b * c
+        advantages[t] = advantage = torch.add(deltas[t], advantage, alpha=gamma * gae_lambda)
     return advantages
 
 
@@ -541,7 +534,7 @@ def compute_gradients(agent, params, batch, index, ent_coef):
         means = means.split([grad.numel() for grad in grads])
         grads = [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.contiguous()  # Adam(fused=True) takes it as it lies in memory
+        param.grad = grad.contiguous()  # Adam(fused=True) ignores strides
     max_norm = args.max_grad_norm or torch.inf
     grad_norm = nn.utils.clip_grad_norm_(params, max_norm, foreach=False)  # [D11]
 
@@ -576,7 +569,7 @@ def train(args, checkpoint=None):
     num_iterations = progress["iteration"] + steps_left // batch_size
     final_step = progress["global_step"] + steps_left // batch_size * batch_size
     if num_iterations < max(1, progress["iteration"]):
-        raise UsageError(f"total_timesteps: {steps_left} more leave no rollout of {batch_size}")
+        raise UsageError(f"total_timesteps: {steps_left} more are no rollout of {batch_size} steps")
     checkpoint_every = args.checkpoint_every or max(1, num_iterations // 20)
     log = RunLog(args, device, progress, True) if RANK == 0 else None
     first_iteration, last_time = progress["iteration"] + 1, time.perf_counter()
@@ -588,7 +581,7 @@ def train(args, checkpoint=None):
             group["lr"] = group["initial_lr"] * (remaining if args.anneal_lr else 1)  # [D4]
         ent_coef = args.ent_coef * (remaining if args.anneal_ent else 1)
         if agent.continuous:
-            agent.log_std.data.clamp_(-5, 2)  # beyond them it has no gradient, and would stay
+            agent.log_std.data.clamp_(-5, 2)  # beyond the clamp of Agent.policy it has no gradient
 
         # Rollout: a trial in each of N new tasks, whose seed is all that a resumed run needs
         next_obs, infos = reset(envs, args.seed, RANK, iteration)
@@ -598,8 +591,9 @@ def train(args, checkpoint=None):
         hints = torch.zeros(T, N, agent.hint_size + 1, device=device)
         hints[:, :, -1] = torch.linspace(1, 1 / T, T, device=device)[:, None]  # time left
         actions = torch.zeros(T, N, *agent.action_shape, device=device)
-        logprobs, rewards, learned, dones = torch.zeros(4, T, N, device=device)
-        action, reward, done = 0 * actions[0], 0 * rewards[0], 1 + dones[0]  # before a trial
+        logprobs, rewards, train_rewards, dones = torch.zeros(4, T, N, device=device)
+        action, reward = torch.zeros_like(actions[0]), torch.zeros(N, device=device)
+        done = torch.ones(N, device=device)  # a trial begins
         last_obs = []
         rnn_state = None  # zero; no episode's end resets it, unlike [D34]: that is RL^2
         for t in range(T):
@@ -615,24 +609,20 @@ def train(args, checkpoint=None):
             last_obs += [x for x in infos.get("final_obs", []) if x is not None]
             # Regrets sum to the best expected return minus that of the actions: less noise.
             regret = args.privileged and "regret" in infos
-            learned[t] = -tensor(infos["regret"]) if regret else reward
+            train_rewards[t] = -tensor(infos["regret"]) if regret else reward
 
         # Advantages
         returns_by_episode, counted = episode_returns(rewards, dones, n)  # (n, N), (T, N)
         std = agent.return_rms.scale
         with torch.no_grad():
             values = agent(inputs, hints, actions)[2] * std * counted  # at once: faster
-        # Values flow across the ends of episodes, as what one reveals helps in the next.
-        zeros = torch.zeros_like(values)
-        advantages = compute_gae(
-            learned * counted, values, zeros, zeros[0], zeros[0], args.gamma, args.gae_lambda
-        )
+        advantages = compute_gae(train_rewards * counted, values, args.gamma, args.gae_lambda)
         returns = advantages + values  # TD(lambda)
         explained_variance = 1 - advantages[counted].var() / returns[counted].var()
         if args.norm_value:
             agent.return_rms.update(returns)
             old_std, std = std, agent.return_rms.scale
-            with torch.no_grad():  # keep the values in the new unit (Pop-Art, 2016)
+            with torch.no_grad():  # rescale: the same values in the new unit (Pop-Art)
                 for parameter in agent.critic[-1].parameters():
                     parameter *= old_std / std
         batch = {
@@ -680,7 +670,7 @@ def train(args, checkpoint=None):
 
     envs.close()
     if WORLD_SIZE > 1:
-        dist.destroy_process_group()  # or gloo's threads may abort the exit
+        dist.destroy_process_group()  # else gloo's threads may crash the exit
     if log:
         log.save(saved, progress)
         return log.finish(agent, progress)
@@ -702,13 +692,10 @@ class Task(gym.Wrapper):
         self.metadata = env.metadata | {"hint_size": 0 if args.task_sampler else 1}
         if args.task_sampler:
             module, _, name = args.task_sampler.partition(":")
-            found = None
             try:
                 found = importlib.util.find_spec(module)
             except (ImportError, ValueError) as error:
-                missing = getattr(error, "name", None) or module
-                if not f"{module}.".startswith(f"{missing}."):
-                    raise  # what the module's package lacks itself
+                raise UsageError(f"task_sampler {args.task_sampler}: {error}") from error
             self.sampler = getattr(found and importlib.import_module(module), name, None)
             if self.sampler is None:
                 raise UsageError(f"task_sampler {args.task_sampler}: no such module:function")
@@ -719,7 +706,7 @@ class Task(gym.Wrapper):
     def reset(self, *, seed=None, options=None):
         if seed is not None:
             seed_generators(self, seed)  # first: a sampler may draw from the environment's own
-            rng = np.random.default_rng((seed, 1))  # with the start's, obs would tell the task
+            rng = np.random.default_rng((seed, 1))  # its own: or the first obs would tell the task
             if self.sampler:
                 self.sampler(self.env.unwrapped, rng)
             elif self.to_velocity:
@@ -733,7 +720,7 @@ class Task(gym.Wrapper):
             velocity = info["x_velocity"]
             run = -abs(velocity - self.goal) if self.to_velocity else self.goal * velocity
             reward += run - info["reward_forward"]
-        reward = np.asarray(reward).item()  # which may have shape (1,)
+        reward = np.asarray(reward).item()  # some environments return shape (1,)
         return obs, reward, terminated, truncated, {"hint": np.array([self.goal])}
 
 
@@ -745,10 +732,7 @@ RUNNERS = {
 }
 
 
-@cache
-def show_once(warning):
-    """MuJoCo's, which else come once per environment, and into a file."""
-    print(warning, file=sys.stderr)
+show_once = cache(print)  # MuJoCo's warnings: else once per environment, and into a file
 
 
 def gym_make(env_id, env_kwargs, **more):
@@ -757,21 +741,17 @@ def gym_make(env_id, env_kwargs, **more):
         kwargs = {**json.loads(env_kwargs)}
     except (TypeError, ValueError) as error:
         raise UsageError(f"env_kwargs {env_kwargs} is no JSON object: {error}") from error
-    if both := kwargs.keys() & more.keys():
-        raise UsageError(f"env_kwargs: {', '.join(both)} is set by other flags")
-    kwargs |= more
     with contextlib.suppress(Exception):
         import mujoco
 
         mujoco.set_mju_user_warning(show_once)
-    if not re.fullmatch(r"([^./:][^/:]*:)?[^:]+", env_id):
+    if env_id.count(":") > 1 or env_id[:1] in (".", ":"):
         raise UsageError(f"env_id '{env_id}' is neither Env-v0 nor module:Env-v0")
-    # How Python names what was typed. Other errors are faults in the environment's own code.
-    module = env_id.split(":")[0]
-    wrong = [f"named '{module}'", f"named '{module.split('.')[0]}'", "mujoco", "max_episode_steps"]
-    wrong += [f"argument '{name}'" for name in kwargs] + ["takes no arguments"] * bool(kwargs)
+    # Words about what was typed. Other errors are faults in the environment's own code.
+    wrong = ["importing a module failed", "mujoco", "max_episode_steps", "takes no arguments"]
+    wrong += [f"argument '{name}'" for name in (*kwargs, *more)]
     try:
-        return gym.make(env_id, disable_env_checker=True, **kwargs)
+        return gym.make(env_id, disable_env_checker=True, **kwargs, **more)
     except gym.error.Error as error:
         raise UsageError(f"{env_id}: {error}") from error
     except (ImportError, TypeError, ValueError) as error:
@@ -861,7 +841,7 @@ def evaluate(agent, global_step=0):
     summary, states = {"eval_episodes": num_trials * n}, (random.getstate(), np.random.get_state())
     modes = {module: module.training for module in agent.modules()}
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for name, kind in (("eval", "greedy"), ("eval_sampled", "sampled")):
             greedy, returns = name == "eval", []
             where = f"{args.env_id} after {global_step:,} steps"
@@ -910,10 +890,9 @@ def load_checkpoint(path):
         raise UsageError(f"'{path}' is no checkpoint of this script: {error}") from error
 
 
-def load_agent(path, **flags):
+def load_agent(path):
     """The trained agent of a run folder or a checkpoint file, on the CPU."""
     checkpoint, args = load_checkpoint(path)
-    args = replace(args, **flags)
     agent = Agent(make_envs(args, 1), args)
     restore({"agent": agent}, checkpoint)
     return agent.eval()
@@ -955,19 +934,14 @@ class RunLog:
     def __init__(self, args, device, progress, exact):
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__".replace("/", "_").replace(":", "_")
         second, step = int(time.time()), progress["global_step"]
-        about = {"script": Path(__file__).stem, "git_commit": None, "torch": torch.__version__}
-        about |= {"numpy": np.__version__, "gymnasium": gym.__version__}
-        if shutil.which("git"):
-            git = ["git", "-C", Path(__file__).parent, "rev-parse", "HEAD"]
-            commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-            about["git_commit"] = commit or None
+        about = {package.__name__: package.__version__ for package in (torch, np, gym)}
+        shell = {"shell": True, "cwd": Path(__file__).parent, "capture_output": True}
+        commit = subprocess.run("git rev-parse HEAD", **shell, text=True).stdout.strip()
+        about |= {"script": Path(__file__).stem, "git_commit": commit or None}
         try:
-            while not args.run_dir:
-                try:
-                    Path(f"runs/{name}{second}").mkdir(parents=True)
-                    args.run_dir = f"runs/{name}{second}"
-                except FileExistsError:  # of a run that began in the same second
-                    second += 1
+            while Path(f"runs/{name}{second}").exists():  # of a run that began in the same second
+                second += 1
+            args.run_dir = args.run_dir or f"runs/{name}{second}"
             self.args, self.run_dir = args, Path(args.run_dir)
             self.run_dir.mkdir(parents=True, exist_ok=True)
             if not args.resume and any(self.run_dir.iterdir()):
@@ -989,7 +963,7 @@ class RunLog:
         plain = None if sys.stderr.isatty() else lines
         total = args.total_timesteps  # Muesli may end a few steps later
         self.bar = tqdm(total=total, initial=min(step, total), unit=" steps", bar_format=plain)
-        self.bar.mininterval, self.bar.smoothing, self.sps = 15 if plain else 0.1, 1, []
+        self.bar.mininterval, self.sps = 15 if plain else 0.1, []
 
     def write(self, progress, optimizer, losses, sps):
         step, episodes, charts = progress["global_step"], progress["episodes"], {"SPS": sps}

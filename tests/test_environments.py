@@ -101,7 +101,7 @@ def test_a_keyword_argument_reaches_the_environment(script, start):
 
 def test_a_keyword_argument_that_a_flag_sets_is_refused(start, tmp_path):
     _, err = start("rl2_meta", Theirs, "--env-kwargs '{\"max_episode_steps\": 5}'", status=2)
-    assert err == "error: env_kwargs: max_episode_steps is set by other flags\n"
+    assert err.endswith("multiple values for keyword argument 'max_episode_steps'\n")
 
 
 class Mission(Space):
@@ -302,6 +302,32 @@ def test_nan_in_the_first_observation_stops_the_run(script, start):
 
     _, err = start(script, First, status=1)
     assert re.search("observations not finite in iteration [01]", err)
+
+
+class NanOnce(Theirs):
+    """Episodes of one step; `rewards` has that of the first, all others are 1."""
+
+    length, rewards = 1, []
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = super().step(action)
+        return obs, self.rewards.pop() if self.rewards else 1.0, terminated, truncated, info
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "muesli_cartpole"])
+def test_an_evaluation_does_not_hide_a_nan(script, start, tmp_path, monkeypatch):
+    """Nor replaces it by the return of a later episode."""
+    start(script, NanOnce, "--eval-episodes 1")
+    module = importlib.import_module(script)
+    monkeypatch.setattr(module, "check_env", lambda env: False)  # it would take the reward
+    gym.register("Theirs-v0", NanOnce)
+    try:
+        agent = module.load_agent(tmp_path / "run")
+        assert module.evaluate(agent)["eval_mean"] == 1
+        NanOnce.rewards.append(np.nan)
+        assert np.isnan(module.evaluate(agent)["eval_mean"])
+    finally:
+        del gym.registry["Theirs-v0"]
 
 
 # --------------------------------------------------------------------------- the real wandb package

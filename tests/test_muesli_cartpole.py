@@ -541,7 +541,7 @@ def test_a_mask_is_said_to_be_ignored(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Masked, "forbid", False)
     muesli.show_once.cache_clear()
     train(tmp_path / "run", "Masked-v0", total_timesteps=200)
-    assert capsys.readouterr().err.count("info['action_mask'] is not used here") == 1
+    assert capsys.readouterr().out.count("info['action_mask'] is not used here") == 1
 
 
 # -------------------------------------------------------------------------------- resume, bad input

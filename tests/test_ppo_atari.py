@@ -399,7 +399,7 @@ def test_the_side_of_a_square_is_learned(life, flags, value, tmp_path, monkeypat
 OPTIMIZER = (
     "    optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)\n"
 )
-GRADS = "    # As loss.backward()"
+GRADS = "    # Not loss.backward()"
 CHANGES = {
     "adamw": {
         OPTIMIZER: """    heads = [*agent.actor.parameters(), *agent.critic.parameters()]

@@ -18,8 +18,8 @@ OWN = {"Agent", "Args", "make_env", "make_envs", "time_limit", "train"}
 OWN_OF = {
     # One process, evaluations while training, no compiler.
     "muesli_cartpole": {"RunningMeanStd", "evaluate", "main"},
-    # Losses of trials, a preset for samplers, no compiler.
-    "rl2_meta": {"compute_gradients", "evaluate", "parse_args", "mean_over_ranks"},
+    # Advantages and losses of trials, a preset for samplers, no compiler.
+    "rl2_meta": {"compute_gae", "compute_gradients", "evaluate", "parse_args", "mean_over_ranks"},
 }
 # Flags that mean something else in one script than in the others.
 OWN_FLAGS = {
