@@ -362,9 +362,7 @@ def make_rnn(num_inputs, args):
     """GRU or LSTM, whose state starts at zero [D33]."""
     layer = nn.GRU if args.rnn == "gru" else nn.LSTM
     rnn = layer_init(layer(num_inputs, args.rnn_hidden), 1.0, args)
-    if (
-        args.ortho_init
-    ):  # gate by gate: slices of one orthogonal matrix have smaller singular values
+    if args.ortho_init:  # gate by gate: slices of one orthogonal matrix would be smaller
         for weight in rnn.all_weights[0][:2]:
             for gate in weight.data.split(args.rnn_hidden):
                 nn.init.orthogonal_(gate)
