@@ -614,7 +614,7 @@ def train(args, checkpoint=None):
                     # Anew in each epoch: with the rollout's values Hopper's return is halved.
                     bootstrapped = rewards.clone()
                     for t, cut, final_obs, state in time_limits:
-                        if epoch > 0 and agent.num_states:  # its state, too, with today's weights
+                        if epoch > 0 and agent.num_states:  # recomputed, as last_state
                             past = obs[: t + 1, cut].flatten(0, 1), dones[: t + 1, cut].flatten()
                             _, state = agent.get_value(past[0], rnn_states[0][:, cut], past[1])
                         begins = torch.zeros(len(cut), device=device)

@@ -101,7 +101,9 @@ def test_a_keyword_argument_reaches_the_environment(script, start):
 
 def test_a_keyword_argument_that_a_flag_sets_is_refused(start, tmp_path):
     _, err = start("rl2_meta", Theirs, "--env-kwargs '{\"max_episode_steps\": 5}'", status=2)
+    assert err.startswith("error: Theirs-v0: ") and err.count("\n") == 1
     assert err.endswith("multiple values for keyword argument 'max_episode_steps'\n")
+    assert not list(tmp_path.iterdir())
 
 
 class Mission(Space):
