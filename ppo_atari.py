@@ -135,6 +135,9 @@ class Args:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         if self.rnn != "none" and not self.share_network:
             raise UsageError("rnn needs share_network")
+        for flag in ("rnn_hidden", "rnn_seq_len"):
+            if self.rnn == "none" and getattr(self, flag) != getattr(Args, flag):
+                raise UsageError(f"{flag} needs rnn")
 
 
 RANGES = {  # lowest and highest values; other floats are at least 0, other ints at least 1

@@ -140,8 +140,10 @@ class Args:
         if S % M or S * self.seq_len == M:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         needs = {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "env_threads": "envpool"}
+        needs |= {"rnn_hidden": "rnn", "rnn_seq_len": "rnn"}
         for flag, needed in needs.items():
-            useless = getattr(self, flag) != getattr(Args, flag) and not getattr(self, needed)
+            missing = getattr(self, needed) in (False, "none")
+            useless = missing and getattr(self, flag) != getattr(Args, flag)
             if useless and self.evaluate is None:
                 raise UsageError(f"{flag} needs {needed}")
         if self.capture_video:

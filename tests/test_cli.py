@@ -159,6 +159,8 @@ OWN = {
         ("--env-kwargs {no", "env_kwargs {no is no JSON object"),
         ("--num-minibatches 64", "num_minibatches 64 must divide 32 sequences"),
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
+        ("--rnn-hidden 16", "rnn_hidden needs rnn"),
+        ("--rnn-seq-len 4", "rnn_seq_len needs rnn"),
     ],
     "ppo_atari": [
         ("--env-id Brekout", "Did you mean: `Breakout`"),
@@ -168,6 +170,8 @@ OWN = {
         ("--env-id a:b:c-v0", "a:b:c-v0: "),
         ("--rnn lstm --num-minibatches 4", "must divide 2 sequences"),
         ("--rnn lstm --no-share-network --num-minibatches 1", "rnn needs share_network"),
+        ("--rnn-hidden 16", "rnn_hidden needs rnn"),
+        ("--rnn-seq-len 4", "rnn_seq_len needs rnn"),
         ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
     ],
     "muesli_cartpole": [
