@@ -106,6 +106,8 @@ def run(run_dir, checkpoint=None, script=ppo, on_update=None, on_gae=None, eval_
             stack.enter_context(patch.object(script, name, function))
         stack.enter_context(patch.object(script.RunLog, "write", write))
         args = script.Args(**SMALL | {"run_dir": str(run_dir)} | flags)
+        if args.rnn == "none":
+            args.rnn_hidden = script.Args.rnn_hidden  # check refuses others without an RNN
         args.check()
         seen.summary = script.train(args, checkpoint)
     return seen
