@@ -135,7 +135,7 @@ class Args:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         if self.rnn != "none" and not self.share_network:
             raise UsageError("rnn needs share_network")
-        for flag in ("rnn_hidden", "rnn_seq_len"):
+        for flag in ("rnn_hidden", "rnn_seq_len", "rnn_reset"):
             if self.rnn == "none" and getattr(self, flag) != getattr(Args, flag):
                 raise UsageError(f"{flag} needs rnn")
 

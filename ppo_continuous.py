@@ -140,7 +140,7 @@ class Args:
         if S % M or S * self.seq_len == M:
             raise UsageError(f"num_minibatches {M} must divide {S} sequences, into 2+ steps each")
         needs = {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "env_threads": "envpool"}
-        needs |= {"rnn_hidden": "rnn", "rnn_seq_len": "rnn"}
+        needs |= {"rnn_hidden": "rnn", "rnn_seq_len": "rnn", "rnn_reset": "rnn"}
         for flag, needed in needs.items():
             missing = getattr(self, needed) in (False, "none")
             useless = missing and getattr(self, flag) != getattr(Args, flag)
@@ -519,6 +519,8 @@ def train(args, checkpoint=None):
     preset = PRESETS.get(args.preset, {})  # LunarLander's is taken for its continuous form, too
     if agent.continuous and not args.learn_std and args.ent_coef not in (0, preset.get("ent_coef")):
         raise UsageError("ent_coef has no effect on actions of a Box without learn_std")
+    if args.learn_std and args.log_std_drop not in (Args.log_std_drop, preset.get("log_std_drop")):
+        raise UsageError("log_std_drop has no effect with learn_std")
     learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
     optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
     for group in optimizer.param_groups:

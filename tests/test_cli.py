@@ -149,6 +149,7 @@ OWN = {
         ("--clip-reward 1", "clip_reward needs norm_reward"),
         ("--no-norm-obs --clip-obs 5", "clip_obs needs norm_obs"),
         ("--env-id Pendulum-v1 --ent-coef 0.01", "ent_coef has no effect on actions of a Box"),
+        ("--learn-std --log-std-drop 1", "log_std_drop has no effect with learn_std"),
         ("--env-id HalfCheetah-v2", "moved to the gymnasium-robotics project"),
         ("--env-id Pusher-v4", "is only supported on `mujoco<3`"),
         ("--env-id probes:Empty-v0 --capture-video", "Empty() takes no arguments"),
@@ -161,6 +162,7 @@ OWN = {
         ("--rnn gru --rnn-seq-len 5", "rnn_seq_len 5 must divide num_steps 16"),
         ("--rnn-hidden 16", "rnn_hidden needs rnn"),
         ("--rnn-seq-len 4", "rnn_seq_len needs rnn"),
+        ("--no-rnn-reset", "rnn_reset needs rnn"),
     ],
     "ppo_atari": [
         ("--env-id Brekout", "Did you mean: `Breakout`"),
@@ -172,6 +174,7 @@ OWN = {
         ("--rnn lstm --no-share-network --num-minibatches 1", "rnn needs share_network"),
         ("--rnn-hidden 16", "rnn_hidden needs rnn"),
         ("--rnn-seq-len 4", "rnn_seq_len needs rnn"),
+        ("--no-rnn-reset", "rnn_reset needs rnn"),
         ("--screen-size 35", "screen_size = 35 is not in range: 36 to 1000"),
     ],
     "muesli_cartpole": [

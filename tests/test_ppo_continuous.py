@@ -442,6 +442,7 @@ def test_std_that_is_not_learned_is_constant_and_then_falls(tmp_path):
     entropy = torch.tensor([x["entropy"] for x in seen.logged])
     torch.testing.assert_close(entropy, Normal(0, log_std.exp()).entropy())
     assert ppo.load_agent(tmp_path / "run").log_std.item() == -2.5
+    del flags["log_std_drop"]
     assert 0 < abs(run(tmp_path / "learned", learn_std=True, **flags).agent.log_std + 1) < 0.1
 
 
