@@ -517,10 +517,14 @@ def train(args, checkpoint=None):
     torch.manual_seed(args.seed)  # the same weights in every process
     agent = Agent(envs, args).to(device)
     preset = PRESETS.get(args.preset, {})  # LunarLander's is taken for its continuous form, too
-    if agent.continuous and not args.learn_std and args.ent_coef not in (0, preset.get("ent_coef")):
-        raise UsageError("ent_coef has no effect on actions of a Box without learn_std")
-    if args.learn_std and args.log_std_drop not in (Args.log_std_drop, preset.get("log_std_drop")):
-        raise UsageError("log_std_drop has no effect with learn_std")
+    kind, unused = "discrete actions", ("learn_std", "log_std_init", "log_std_drop", "tanh_mean")
+    if agent.continuous and args.learn_std:
+        kind, unused = "actions of a Box with learn_std", ("log_std_drop",)
+    elif agent.continuous:
+        kind, unused = "actions of a Box without learn_std", ("ent_coef",)
+    for name in unused:
+        if getattr(args, name) not in (getattr(Args, name), preset.get(name)):
+            raise UsageError(f"{name} has no effect on {kind}")
     learning_rate, eps = args.learning_rate, args.adam_eps  # [D3]
     optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=eps, fused=True)
     for group in optimizer.param_groups:

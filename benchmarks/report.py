@@ -124,7 +124,7 @@ def front():
                 name = env_id + (", preset" if setting == "preset" else "")
                 found = published(f"{env_id}-v5", steps)
                 yield name, steps, *cells(rows)[:3], found[0] if found else ""
-    for name in ("Breakout", "Pong", "BeamRider"):
+    for name in ("Breakout", "Pong", "BeamRider", "Qbert", "SpaceInvaders"):
         rows = [row for row in read_csv(RESULTS / "atari.csv") if row["env_id"] == name]
         rows = [
             row

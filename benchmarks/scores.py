@@ -27,6 +27,7 @@ ALWAYS = (
     "seed",
     "stop_early",
 )  # flags that a command shows even where they are the preset's
+VERSION = 3  # of the scripts' arithmetic; results/README.md tells what each is
 OWN = ("run_dir", "resume", "evaluate", "preset")  # flags that say where a run is, not what it is
 
 
@@ -84,6 +85,7 @@ def read_run(folder):
         "python": platform.python_version(),
         "machine": machine(),
         "git_commit": args["git_commit"],
+        "version": VERSION,
     }
 
 
