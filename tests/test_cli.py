@@ -149,7 +149,10 @@ OWN = {
         ("--clip-reward 1", "clip_reward needs norm_reward"),
         ("--no-norm-obs --clip-obs 5", "clip_obs needs norm_obs"),
         ("--env-id Pendulum-v1 --ent-coef 0.01", "ent_coef has no effect on actions of a Box"),
-        ("--env-id Pendulum-v1 --learn-std --log-std-drop 1", "log_std_drop has no effect on"),
+        (
+            "--env-id Pendulum-v1 --learn-std --log-std-drop 1",
+            "effect on actions of a Box with learn",
+        ),
         ("--env-id CartPole-v1 --log-std-init 0", "log_std_init has no effect on discrete"),
         ("--env-id CartPole-v1 --tanh-mean", "tanh_mean has no effect on discrete actions"),
         ("--env-id HalfCheetah-v2", "moved to the gymnasium-robotics project"),
